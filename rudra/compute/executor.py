@@ -338,6 +338,10 @@ class Executor:
             self._use_again(buffer)
         return buffer
 
+    def forget(self, name: str) -> None:
+        """Forgets a name of a buffer that another role of this process keeps."""
+        self._buffers.pop(name, None)
+
     def slice_for(self, name: str, owner: int) -> torch.Tensor:
         """Returns the part of a vector that travels to or from its owner, float32."""
         return self.buffer(name).vector[self.slices_by_owner.get(owner, slice(None))]

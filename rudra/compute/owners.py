@@ -309,6 +309,13 @@ class OwnerExecutor(Executor):
         OwnerExecutor.restore(self, {WEIGHTS: state.weights, **average})
         self._adopt(state)
 
+    def follow(self, other: "OwnerExecutor") -> None:
+        """Takes over the weights of another owner in this process, and the state of their optimiser."""
+        buffer = self.renew(WEIGHTS)
+        buffer.vector.copy_(other.buffer(WEIGHTS).vector)
+        buffer.version += 1
+        self._rule.restore(other._rule.state())
+
     def _take_back(self) -> None:
         """Lets the device drop what it does before the role asks, because the optimiser changes."""
         if self.speculation is not None:

@@ -179,6 +179,12 @@ class AveragerExecutor(ElasticExecutor, OwnerExecutor):
     def _rule_of(self, job: Job, plan: Plan, weights: torch.Tensor) -> UpdateRule:
         return outer_rule(job, plan, weights)
 
+    @property
+    def steps_unwatched(self) -> bool:
+        """Whether neither hooks, norms, corrections nor averages over time see single steps or updates."""
+        watched = self.hooks, self.norms, self.update_norms, self.corrector
+        return not any(each is not None for each in watched) and not (self._averages or self.source.model.scaled)
+
     def state_bytes(self) -> int:
         return super().state_bytes() + self._inner.state_bytes()
 

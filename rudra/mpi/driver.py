@@ -10,15 +10,18 @@ compute. A rank with its own core spins for a while before it sleeps. Neighbours
 """
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from mpi4py import MPI
 
+from rudra.compute.bank.bursts import BankBursts
+from rudra.compute.device.streams import Pending
 from rudra.compute.executor import Executor
 from rudra.compute.learners import LearnerExecutor
 from rudra.compute.making import speculation_of
+from rudra.compute.replicas import AveragerExecutor
 from rudra.core.actions import (
     COMPUTATIONS,
     Action,
@@ -41,7 +44,7 @@ from rudra.core.actions import (
     Sync,
     Warn,
 )
-from rudra.core.events import Event, Lost, Stopped, Tick
+from rudra.core.events import BurstMade, Event, Lost, Stopped, Tick
 from rudra.core.messages import URGENT, StopRequested
 from rudra.core.phases import Phases
 from rudra.core.training_state import TrainingState
@@ -51,6 +54,7 @@ from rudra.job.job import Job
 from rudra.log import log
 from rudra.mpi.arena import Arena
 from rudra.mpi.bucket_rule import BucketRule
+from rudra.mpi.bursts import Bursts, makes_bursts
 from rudra.mpi.checkpoint_thread import CheckpointThread
 from rudra.mpi.clock import clock_origin
 from rudra.mpi.control_messages import ControlMessages
@@ -198,6 +202,7 @@ class Rank:
             self._work.compute_beside()
         self._traffic.use_buckets(self._rule)
         self._follow_banks()
+        self._bursts = self._new_bursts()
         others = (role.world_rank for role in plan.roles if role.world_rank != comm.rank)
         # Messages of neighbours arrive at once, with a ring. Large transfers make progress only if this rank polls.
         near = library is None and arena.neighbours.issuperset(range(comm.size))
@@ -288,22 +293,29 @@ class Rank:
 
     def _step(self) -> bool:
         """Does one piece of work, or returns False if there is none."""
+        bursts = self._bursts
         if self._roles.events:
             role, event = self._roles.events.popleft()
-            self._handle(role, event)
+            if bursts is None or not bursts.postpones(role, event):
+                self._handle(role, event)
             return True
         if self._poll():
             return True
         if self._control.delivered:
             self._control.ring_delivered()
-        return self._advance()
+        if bursts is None:
+            return self._advance()
+        return bursts.proceed() or self._advance() or bursts.release()
 
     def _advance(self) -> bool:
         """Does a piece of long work, or returns False if there is none."""
         if (done := self._work.advance()) is None:
             return False
         role, event = done
-        if event is not None:
+        if isinstance(event, BurstMade):
+            assert self._bursts is not None
+            self._bursts.take(event)
+        elif event is not None:
             self._handle(role, event)
         return True
 
@@ -352,7 +364,8 @@ class Rank:
             case Receive():
                 self._traffic.receive(role, action)
             case ExecutorAction():
-                self._perform(role, action)
+                if self._bursts is None or not self._bursts.holds(role, action):
+                    self._perform(role, action)
             case Record():
                 assert self._recorder is not None
                 if (decided := self._recorder.record(action)) is not None:
@@ -443,6 +456,26 @@ class Rank:
             if learner.bank is not None:
                 learner.bank.follow(running)
 
+    def _new_bursts(self) -> Bursts | None:
+        """Returns the bursts of this rank. None: its roles are asked for each step."""
+        plan, executors = self.plan, self._executors
+        if not makes_bursts(self._job, plan, executors):
+            return None
+        learners = [each for role in plan.learners if isinstance(each := executors[role], AveragerExecutor)]
+        return Bursts(
+            plan.learners,
+            self._roles.machines,
+            BankBursts(learners, plan.partial_sums(plan.learners)),
+            self._do,
+            self._perform,
+            self._begin_burst,
+            self._roles.events,
+            lambda: time.perf_counter() - self._origin,
+        )
+
+    def _begin_burst(self, role: int, work: Iterator[BurstMade | Pending | None]) -> None:
+        self._work.begin(role, work, self._regrouping.in_time(partial(self.announce, role)))
+
     # Regrouping by another plan (`rudra.mpi.regroup`).
 
     def abandon(self, plan: Plan, position: TrainingState) -> None:
@@ -452,6 +485,7 @@ class Rank:
         roles = self._roles.running - {plan.statistics}
         self._traffic.abandon(plan, roles)
         self._reductions.abandon()
+        self._bursts = None
         self._work.drop(roles)
         self._roles.abandon(plan, position)
 
@@ -466,6 +500,7 @@ class Rank:
         self._reductions.renew(self.plan, self._roles.running)
         self._traffic.use_buckets(self._rule)
         self._roles.restart(self.plan, position, self.lost)
+        self._bursts = self._new_bursts()
 
     def _close(self) -> None:
         """Completes sends and cancels receives. All sends are delivered, because every role has reported its end."""

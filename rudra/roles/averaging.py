@@ -24,6 +24,7 @@ The difference of a replica counts as one gradient. It covers all mini-batches s
 """
 
 from collections.abc import Mapping
+from math import inf
 from typing import Any, ClassVar
 
 from msgspec import structs
@@ -96,6 +97,26 @@ class AveragingPeriods:
         gradient, self.made = joined(self.made, self.number), []
         self.number += 1
         return gradient
+
+    @property
+    def left_of_epoch(self) -> int:
+        """Number of whole periods before the one that ends the present epoch."""
+        left = (self.epoch + 1) * self._training_samples - self._samples
+        return (left - 1) // (self._together * self._length)
+
+    def skip(self, periods: int) -> None:
+        """Ends periods whose mini-batches were made elsewhere."""
+        self._samples += periods * self._together * self._length
+        self.number += periods
+
+    def rates(self, schedule: Schedule, periods: int) -> list[float]:
+        """Returns the learning rate of each step in the next periods, in this epoch."""
+        samples, of_epoch, length, together = self._samples, self._training_samples, self._length, self._together
+        epoch, after = samples // of_epoch, range(1, periods * length + 1)
+        return [
+            schedule.rate(epoch, (samples + together * made) / of_epoch, self.number + (made - 1) // length)
+            for made in after
+        ]
 
     def epoch_after(self, samples: int, periods: int) -> int:
         """Returns the number of complete epochs when `periods` more periods follow `samples` samples."""
@@ -346,6 +367,55 @@ class Averager(Replica):
     def _regroup(self, position: TrainingState, now: float) -> list[Action]:
         self._restarting = not self._replicas_stay
         return super()._regroup(position, now)
+
+    # Bursts of updates (`rudra.roles.bursts`).
+
+    @property
+    def inside_period(self) -> bool:
+        """Whether some mini-batches of the present period are computed."""
+        return bool(self._periods.made)
+
+    @property
+    def may_sleep(self) -> bool:
+        """Whether nothing is under way, and nothing but the next mini-batch is due."""
+        ledger = self.ledger
+        done = not (self._under_way or self._quiet_next or self.inside_period)
+        told = self._lr_drops_requested > len(ledger.rules.lr_drops) or self._decisions.new or ledger.stopped
+        ends = self._target_reached and ledger.epochs > ledger.epoch + 1
+        return self.state is COMPUTING and done and not (told or ends or self.duties.cycle.saving)
+
+    def quiet_updates(self, most: int, now: float) -> int:
+        """Returns how many of the next updates, at most `most`, end no epoch and have no checkpoint or change."""
+        ledger, periods, cycle = self.ledger, self._periods, self.duties.cycle
+        until = ledger.rules.until.updates
+        count = min(most, periods.left_of_epoch, most if until == inf else int(until) - 1 - periods.number)
+        first = ledger.timestamp + 2  # the update before a checkpoint's announces it
+        due = (each for each in range(count) if cycle.wanted(first + each, ledger.epoch, now))
+        return max(0, next(due, count))
+
+    def rates_ahead(self, updates: int) -> list[float]:
+        """Returns the learning rate of each step of the replicas, until a number of updates."""
+        return self._periods.rates(self.ledger.rules.schedule, updates)
+
+    @property
+    def step_ahead(self) -> StepReplica:
+        """The last step of a period, without its rate."""
+        return self._sharing.step(0.0, ends_period=True)
+
+    def enter_burst(self, updates: int, digest: int) -> None:
+        """Enters updates that were made while the learners slept."""
+        self._periods.skip(updates)
+        self._digest = digest
+
+    def follow_burst(self, leader: "Averager", updates: int) -> None:
+        """Takes over the records of the learner that entered updates."""
+        if leader is not self:
+            self.ledger.follow_burst(leader.ledger)
+            self.enter_burst(updates, leader._digest)
+
+    def begin_minibatch(self, now: float) -> list[Action]:
+        """Begins the next mini-batch after updates that were made without this learner."""
+        return self._next(now)
 
 
 def joined(made: list[Gradient], timestamp: int) -> Gradient:

@@ -7,6 +7,7 @@ server. Among these learners only the first one reports its records.
 import math
 from collections import deque
 from collections.abc import Sequence, Set
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -18,7 +19,7 @@ from rudra.core.actions import Action, Fail, Reconfigure, Send, Update, Warn
 from rudra.core.buffer_names import AVERAGE, WEIGHTS
 from rudra.core.decisions import pieces, start_of, taken_effect
 from rudra.core.events import Committed, Event, Lost, Received, Saved, Sent, Stopped, Updated
-from rudra.core.messages import BETWEEN_OWNERS, EpochRows, MessageKind, Snapshot, TrainingStarted
+from rudra.core.messages import BETWEEN_OWNERS, EpochRows, MessageKind, Rows, Snapshot, TrainingStarted
 from rudra.core.phases import Phase
 from rudra.core.records import EVENT_KINDS, TIMES, Gradient
 from rudra.core.training_state import DecidedChange, TrainingState
@@ -96,7 +97,7 @@ class Ledger:
         self.timestamp, self.epoch = position.timestamp, position.epoch
         self.samples, self.applied = position.samples, position.applied
         self.stopped = False
-        self.outbox = (Outbox if reports else NullOutbox)(role, setup.plan.statistics, job.results.report_s)
+        self.outbox = (Outbox if reports else NullOutbox)(role, setup.plan, job.results.report_s)
         self._update_rows: deque[tuple[float, ...]] = deque()  # of updates that have not ended yet
         self._average: WeightsAverage | None = None
         if job.optimizer.average.given and role in setup.plan.owners:
@@ -262,6 +263,39 @@ class Ledger:
         self._sum_up(made, len(gradients), now)
         self.outbox.extend(MessageKind.UPDATES, updates)
         return self.outbox.due(now)
+
+    def rates_ahead(self, updates: int, samples: int) -> list[float]:
+        """Returns the rate of each of the next updates in this epoch, by `samples` samples that are not stale."""
+        return [self._rate(samples, 0.0, after) for after in range(updates)]
+
+    def enter_burst(self, gradients: Rows, updates: Rows) -> None:
+        """Enters updates that were made elsewhere. No epoch may end with them.
+
+        Args:
+            gradients: `records.GRADIENT` of all of them, in order. Each learner has one in each update.
+            updates: `records.UPDATE`.
+        """
+        learners = len(gradients) // len(updates)
+        self.counts.enter(gradients[-learners:], len(updates))
+        losses = (gradients["loss"] * gradients["samples"]).reshape(-1, learners).cumsum(1)[:, -1]
+        errors = gradients["errors"].astype(float).reshape(-1, learners).cumsum(1)[:, -1]
+        samples = int(updates["samples"][0])
+        for loss, wrong in zip(losses.tolist(), errors.tolist(), strict=True):  # added as each update would do it
+            self._sums.add(loss, wrong, 0, learners, samples)
+        self.samples += samples * len(updates)
+        self.timestamp += len(updates)
+        self.applied += len(gradients)
+        self.clock.ended = self.clock.start_time + float(updates["time_s"][-1])
+        self.rules.keep_state()
+        self.outbox.extend_by(MessageKind.GRADIENTS, gradients)
+        self.outbox.extend_by(MessageKind.UPDATES, updates)
+
+    def follow_burst(self, other: "Ledger") -> None:
+        """Takes over what another owner of the same weights has entered."""
+        self.counts.follow(other.counts)
+        self.timestamp, self.samples, self.applied = other.timestamp, other.samples, other.applied
+        self._sums, self.clock.ended = replace(other._sums), other.clock.ended
+        self.rules.keep_state()
 
     @property
     def left_of_epoch(self) -> int:

@@ -62,7 +62,7 @@ class MinibatchLog:
         self._reports_minibatches = results.minibatches
         self._reports_norms = results.norms_every is not None
         self._reports = results.minibatches or self._reports_norms
-        self.diary = Outbox(role, setup.plan.statistics, results.report_s)
+        self.diary = Outbox(role, setup.plan, results.report_s)
         self._minibatch: tuple[float, ...] = ()
         self.began = self._since = 0.0  # of training, and of the present mini-batch
         self._times = [0.0] * len(TIMES)
@@ -107,18 +107,38 @@ class MinibatchLog:
         if self._reports_norms and not isnan(event.norm):
             self.diary.add(MessageKind.GRADIENT_NORMS, self.learner, event.samples, step, event.norm)
         self.step = step + 1
+        actions, fails = self.judge(step, loss, timestamp)
+        if not fails:
+            return actions, False
+        self.report_unused()
+        return [*self.diary.flush(now), *actions], True
+
+    def judge(self, step: int, loss: float, timestamp: int) -> tuple[list[Action], bool]:
+        """Returns actions if the loss of a mini-batch is not finite, and whether the run fails with them."""
         if isfinite(loss):
             return [], False
         late, early = "a smaller learning_rate may help", "at the initial weights; do model, loss and data fit?"
         hint = late if timestamp else early
         text = f"the loss of mini-batch {step} is {loss}: {hint}"
         if self._non_finite_stops:
-            self.report_unused()
-            return [*self.diary.flush(now), Fail(text)], True
+            return [Fail(text)], True
         if self._warned:
             return [], False
         self._warned = True
         return [Warn(f"{text} (training continues, as [fault_tolerance] non_finite_loss says)")], False
+
+    def enter_others(self, count: int, compute_s: float, wait_s: float, update_s: float) -> None:
+        """Counts mini-batches that were computed, and whose gradients were sent, without this log.
+
+        Args:
+            count: number of mini-batches.
+            compute_s, wait_s, update_s: seconds of all of them together.
+        """
+        self.step += count
+        self._samples += count * self._count
+        self._times[0] += compute_s
+        self._times[1] += wait_s
+        self._times[5] += update_s
 
     def describe(self, event: Computed, timestamp: int) -> Gradient:
         """Counts the samples of a gradient that is sent now, and describes the gradient."""

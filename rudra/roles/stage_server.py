@@ -125,7 +125,7 @@ class StageServer(Machine):
         # An estimate: the number of merged mini-batches that the parameter server had not applied is unknown.
         position, batches = setup.position, setup.position.applied * plan.workers // plan.learner_numbers
         self.timestamp = self._ledger.timestamp = batches if self._merged else position.timestamp
-        outbox = Outbox(role, plan.statistics, job.results.report_s)
+        outbox = Outbox(role, plan, job.results.report_s)
         self._reports = StageReports(outbox, plan.statistics, merged=self._merged)
         self._strides = {
             learner: portion(plan, learner, job.training.minibatch_size, job.cluster.parts).batch

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rudra.core import records
-from rudra.core.messages import MessageKind
+from rudra.core.messages import MessageKind, Rows
 from rudra.core.records import Gradient
 from rudra.core.training_state import TrainingState
 from rudra.core.wire import PACK
@@ -105,6 +105,24 @@ class LearnerCounts:
                 update += 1
         sums.samples += samples
         return samples
+
+    def enter(self, rows: Rows, updates: int) -> None:
+        """Counts gradients that several updates have applied, one gradient of each learner in each of them.
+
+        Args:
+            rows: `records.GRADIENT` of the last update.
+            updates: number of updates.
+        """
+        for learner, count, step, first, stream in rows[["learner", "samples", "step", "first", "stream"]].tolist():
+            self.steps[learner] = step + 1
+            self.samples_applied[learner] += updates * count
+            end = first + count + self._others.get(learner, 0)
+            self.samples_drawn[stream] = max(self.samples_drawn[stream], end)
+
+    def follow(self, other: "LearnerCounts") -> None:
+        """Takes over the counters of another owner of the same weights."""
+        self.steps, self.samples_applied = [*other.steps], [*other.samples_applied]
+        self.samples_drawn = [*other.samples_drawn]
 
     def without(self, pending: "PendingUpdate", period: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Returns `steps` and `samples_applied` without the gradients that are counted but not applied."""

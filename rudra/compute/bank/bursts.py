@@ -1,0 +1,160 @@
+"""Bursts: updates of averaged replicas that a rank makes without asking its learners in between.
+
+The arithmetic is that of the learners, in their order, so the bits are the same. But there is one central model: the
+learners get it back when they are asked again.
+"""
+
+import time
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from msgspec import structs
+
+from rudra.compute.averaging import average
+from rudra.compute.device.streams import Pending
+from rudra.compute.replicas import AveragerExecutor
+from rudra.core.actions import Burst, Compute, PullReplica, StepReplica, Update
+from rudra.core.buffer_names import DIFFERENCE, GRADIENT, REPLICA, WEIGHTS
+from rudra.core.events import BurstMade, Event, Updated
+
+CENTRAL = "central"
+"""Name of the central model among the buffers of the learners that do not update it."""
+
+Work = Iterator[Event | Pending | None]
+_Events = Generator[Pending | None, None, list[Any]]
+
+
+class BankBursts:
+    """What makes the bursts of a bank.
+
+    Args:
+        learners: Executors of all learners that take part in the run, in learner order. The first one updates the
+            central model for all.
+        sums: Order of addition (`Plan.partial_sums`).
+
+    Attributes:
+        hurries: Whether a burst ends after the update under way, because a learner is asked for something else.
+    """
+
+    def __init__(self, learners: Sequence[AveragerExecutor], sums: Sequence[Sequence[int]]) -> None:
+        self._learners, self._sums = learners, sums
+        self._apart = False  # whether only the first learner has the central model
+        self.hurries = False
+
+    def make(self, burst: Burst) -> Iterator[BurstMade | Pending | None]:
+        """Makes the updates of a burst.
+
+        Yields:
+            None after each update, work of a device as long as it is not done, then the results.
+        """
+        self.hurries, self._apart = False, True
+        period, m = burst.period, len(self._learners)
+        losses, errors = np.empty((2, burst.updates, period, m))
+        distances, digests = np.empty((burst.updates, m)), np.empty(burst.updates, np.uint64)
+        gradient_s = step_s = average_s = 0.0
+        made = 0
+        while made < burst.updates and not (self.hurries and made):
+            self._share_central()
+            for inner in range(period):
+                number, began = made * period + inner, time.perf_counter()
+                computed = yield from self._computed(burst, number, made)
+                there = time.perf_counter()
+                losses[made, inner] = [each.loss for each in computed]
+                errors[made, inner] = [each.errors for each in computed]
+                stepped = yield from self._stepped(burst, number)
+                gradient_s, step_s = gradient_s + there - began, step_s + time.perf_counter() - there
+            distances[made] = [each.distance for each in stepped]
+            began = time.perf_counter()
+            (updated,) = yield from _together([self._update(burst, made)])
+            assert isinstance(updated, Updated)
+            digests[made] = updated.digest
+            self._approach(burst)
+            average_s += time.perf_counter() - began
+            made += 1
+            if made < burst.updates:
+                yield None
+        yield BurstMade(burst, losses, errors, distances, digests, gradient_s, step_s, average_s).first(made)
+
+    def _share_central(self) -> None:
+        """Lets all learners read the central model, which may be in other memory after an update."""
+        first, *others = self._learners
+        central = first.buffer(WEIGHTS)
+        for other in others:
+            other.put(CENTRAL, central)
+
+    def _central(self, place: int) -> str:
+        return CENTRAL if place else WEIGHTS
+
+    def _computed(self, burst: Burst, number: int, update: int) -> _Events:
+        works = []
+        for executor, (step, work) in zip(self._learners, burst.learners, strict=True):
+            action = Compute(step + number, work.after(number), REPLICA, GRADIENT, burst.timestamp + update)
+            executor.make_room(action)
+            works.append(executor.compute(action))
+        return (yield from _together(works))
+
+    def _stepped(self, burst: Burst, number: int) -> _Events:
+        """Steps all replicas. The last steps of a period also compute differences."""
+        rate, ends = burst.rates[number], (number + 1) % burst.period == 0
+        works = []
+        for place, executor in enumerate(self._learners):
+            if ends:
+                action = structs.replace(burst.step, learning_rate=rate, weights=self._central(place))
+            else:
+                action = StepReplica(GRADIENT, REPLICA, rate)
+            works.append(executor.perform(action))
+        return (yield from _together(works))
+
+    def _update(self, burst: Burst, update: int) -> Work:
+        """Updates the central model by the mean of all differences."""
+        first = self._learners[0]
+        vectors = [executor.buffer(DIFFERENCE).vector for executor in self._learners]
+        samples = [work.count for _, work in burst.learners]
+        average(vectors[0], vectors, samples, sums=self._sums)
+        about = burst.weight_rates[update], burst.timestamp + update + 1
+        return first.perform(Update(DIFFERENCE, WEIGHTS, *about))
+
+    def _approach(self, burst: Burst) -> None:
+        """Moves the replicas towards the new central model, if the rule does so after an update."""
+        if burst.elasticity is None:
+            return
+        self._share_central()
+        for place, executor in enumerate(self._learners):
+            executor.approach(PullReplica(REPLICA, self._central(place), burst.elasticity))
+
+    def settle(self) -> None:
+        """Gives all learners the central model, and the state of its optimiser."""
+        if not self._apart:
+            return
+        first, *others = self._learners
+        for other in others:
+            other.follow(first)
+            other.forget(CENTRAL)
+        self._apart = False
+
+
+def _together(works: Sequence[Work]) -> _Events:
+    """Does several actions at the same time.
+
+    Yields:
+        None after a piece of work, and work of a device as long as all actions wait for devices.
+
+    Returns:
+        The event of each action.
+    """
+    found: dict[int, Event] = {}
+    left = dict(enumerate(works))
+    while left:
+        waits: Pending | None = None
+        for place, work in [*left.items()]:
+            got = next(work)
+            if isinstance(got, Pending):
+                waits = got
+            elif got is not None:
+                found[place] = got
+                del left[place]
+                waits = None
+        if left:
+            yield waits
+    return [found[place] for place in range(len(works))]

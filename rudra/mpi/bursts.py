@@ -1,0 +1,148 @@
+"""Bursts of updates on a rank that hosts all learners of the run (`rudra.roles.bursts`, `rudra.compute.bank.bursts`).
+
+The learners ask for their mini-batches as usual. The rank holds these requests back until all learners have made one.
+Then it makes a burst of updates, as long as nothing else happens to a learner. An event for a learner ends the burst
+after the update under way, and wakes all of them up.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from rudra.compute.bank.bursts import BankBursts
+from rudra.compute.device.streams import Pending
+from rudra.compute.executor import Executor
+from rudra.compute.replicas import AveragerExecutor
+from rudra.core.actions import Action, Compute
+from rudra.core.events import BurstMade, Event
+from rudra.job.job import Job
+from rudra.roles import Machine
+from rudra.roles.averaging import Averager
+from rudra.roles.bursts import MOST, BankRecords
+from topologies import Plan
+
+LONGEST_S = 0.05
+"""Time that a burst should take at most, because events for its learners wait."""
+
+
+class Bursts:
+    """Bursts of a rank.
+
+    Args:
+        learners: Roles that take part in the run, all on this rank, in learner order.
+        machines: Current state machine of each role.
+        making: What makes the bursts.
+        do: Does an action of a role.
+        compute: Does a computation of a role, which may have been held back.
+        begin: Begins long work of a role.
+        events: Events that wait for roles.
+        clock: Returns the seconds on the driver's clock.
+    """
+
+    def __init__(
+        self,
+        learners: Iterable[int],
+        machines: Mapping[int, Machine],
+        making: BankBursts,
+        do: Callable[[int, Action], None],
+        compute: Callable[[int, Compute], None],
+        begin: Callable[[int, Iterator[BurstMade | Pending | None]], None],
+        events: deque[tuple[int, Event]],
+        clock: Callable[[], float],
+    ) -> None:
+        self._learners, self._machines, self._making = tuple(learners), machines, making
+        self._do, self._compute, self._begin = do, compute, begin
+        self._events, self._clock = events, clock
+        self._held: dict[int, Compute] = {}
+        self._records: BankRecords | None = None  # while the learners sleep
+        self._under_way = False
+        self._postponed: list[tuple[int, Event]] = []
+        self._most = 1
+
+    def holds(self, role: int, action: Action) -> bool:
+        """Returns whether a learner's request is held back, as the first one after an average."""
+        machine = self._machines.get(role)
+        if not isinstance(action, Compute) or not isinstance(machine, Averager) or machine.inside_period:
+            return False
+        self._held[role] = action
+        return True
+
+    def proceed(self) -> bool:
+        """Begins a burst, or lets the learners go on, if all of them wait. Returns whether it did."""
+        if self._under_way or (self._records is None and len(self._held) < len(self._learners)):
+            return False
+        if self._records is None:
+            learners = [self._machines[role] for role in self._learners]
+            sleepy = [each for each in learners if isinstance(each, Averager) and each.may_sleep]
+            if len(sleepy) < len(learners):
+                return self.release()
+            self._records = BankRecords(sleepy)
+        burst = self._records.burst(self._most, self._clock())
+        if burst is None:
+            if not self._held:
+                return self._wake_up()
+            self._records = None
+            return self.release()
+        self._held.clear()
+        self._under_way = True
+        self._begin(self._learners[0], self._making.make(burst))
+        return True
+
+    def take(self, event: BurstMade) -> None:
+        """Records a burst."""
+        assert self._records is not None
+        self._under_way = False
+        for role, actions in self._records.enter(event, self._clock()):
+            for action in actions:
+                self._do(role, action)
+        seconds = event.gradient_s + event.step_s + event.average_s
+        self._most = max(1, min(MOST, 2 * self._most, int(LONGEST_S * len(event.losses) / max(seconds, 1e-6))))
+        if self._postponed:
+            self._wake_up()
+
+    def postpones(self, role: int, event: Event) -> bool:
+        """Returns whether an event has to wait for the end of the burst under way. Otherwise all learners are awake."""
+        if self._records is None or role not in self._learners:
+            return False
+        if not self._under_way:
+            self._wake_up()
+            return False
+        self._making.hurries = True
+        self._postponed.append((role, event))
+        return True
+
+    def release(self) -> bool:
+        """Computes what was held back. Returns whether there was something."""
+        held, self._held = self._held, {}
+        for role, action in held.items():
+            self._compute(role, action)
+        return bool(held)
+
+    def _wake_up(self) -> bool:
+        """Lets the learners go on from the last update, beginning with the events that waited for them."""
+        records, self._records = self._records, None
+        assert records is not None
+        records.wake_up()
+        self._making.settle()
+        self._events.extendleft(reversed(self._postponed))
+        self._postponed.clear()
+        for role, actions in records.go_on(self._clock()):
+            for action in actions:
+                self._do(role, action)
+        return True
+
+
+def makes_bursts(job: Job, plan: Plan, executors: Mapping[int, Executor]) -> bool:
+    """Returns whether the learners of a rank may be asked once for several updates.
+
+    All learners of the run must be here, each with a replica of its own, and nothing may watch single steps.
+
+    Args:
+        job: Resolved job.
+        plan: Role assignment.
+        executors: Executor of each role of this rank.
+    """
+    alone = plan.averaging and plan.sharing == "nothing" and not plan.served and job.training.evaluate != "workers"
+    if not alone or not executors.keys() >= {*plan.learners}:
+        return False
+    learners = [executors[role] for role in plan.learners]
+    return all(type(each) is AveragerExecutor and each.steps_unwatched for each in learners)
