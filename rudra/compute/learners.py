@@ -144,7 +144,9 @@ class LearnerExecutor(Executor):
             overflows = model.overflows(self._vectors(weights, gradient)[1]) if checks else 0.0
             return loss, errors, self._norm(action), overflows
 
-        inputs = () if given is None else (given.copied,)
+        inputs = [] if given is None else [given.copied]
+        if self.bank is not None:
+            inputs = self.bank.copies
         tried = model.scales if model.scaled and kind_of(model.device).apart else (None,)
         for scale in tried:
             pending = self._stream.submit(partial(work, scale), after=(*inputs, *self._arriving))

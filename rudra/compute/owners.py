@@ -403,7 +403,7 @@ class OwnerExecutor(Executor):
     def _stepped(self, action: Update) -> Buffer:
         """Steps the weights, in other memory if they have readers. Returns their buffer."""
         before = self.buffer(action.weights)
-        if self._is_read():
+        if self.is_read:
             self._replace(action.weights, self.spare())
         buffer = self.buffer(action.weights)
         copy_on_write, waits = buffer is not before, action.gradient in self._deferred
@@ -482,7 +482,8 @@ class OwnerExecutor(Executor):
         """Returns a function that gives the floats of the replica, if the role has one in addition to the weights."""
         return None
 
-    def _is_read(self) -> bool:
+    @property
+    def is_read(self) -> bool:
         """Whether others read the weights that are about to change."""
         return self.buffer(WEIGHTS).readers > 0
 
@@ -515,8 +516,9 @@ class ServerExecutor(AveragingExecutor, OwnerExecutor):
             self.buffer(WEIGHTS).vector.copy_(before.vector)
         return super().send(name, message, to, halves=halves, near=near)
 
-    def _is_read(self) -> bool:
-        return self._is_lent() or super()._is_read()
+    @property
+    def is_read(self) -> bool:
+        return self._is_lent() or super().is_read
 
     def _is_lent(self) -> bool:
         """Whether weights are being sent instead of their copies. Forgets transfers that have ended."""

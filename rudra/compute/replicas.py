@@ -80,12 +80,16 @@ class ElasticExecutor(LearnerExecutor):
         self._inner.change(action.momentum, action.options)
         self._graphed.forget()
 
-    @performs(StepReplica)
-    def step(self, action: StepReplica) -> ReplicaStepped | Iterator[ReplicaStepped | Pending]:
-        began = time.perf_counter()
-        rule = self._rule_for(action.replica)
-        gradient, buffer = self.buffer(action.gradient).vector, self.buffer(action.replica)
-        replica, weights, parameters = buffer.vector, self.buffer(action.weights).vector, self.parameters
+    def stepping(self, action: StepReplica, weights: torch.Tensor | None = None) -> Callable[[], tuple[Number, ...]]:
+        """Returns the work of a step. It returns the sum of the squares of the difference, or NaN without one.
+
+        Args:
+            action: The step.
+            weights: (size,) float32, the weights. None: they are in the buffer that the action names.
+        """
+        rule, parameters = self._rule_for(action.replica), self.parameters
+        gradient, replica = self.buffer(action.gradient).vector, self.buffer(action.replica).vector
+        weights = self.buffer(action.weights).vector if weights is None else weights
         difference = self.renew(action.difference).vector if action.difference else None
         early = action.elasticity is not None
         squares: Number = 0.0
@@ -126,6 +130,12 @@ class ElasticExecutor(LearnerExecutor):
                     difference[parameters:] = replica[parameters:]
             return (math.nan if difference is None else squares,)
 
+        return work
+
+    @performs(StepReplica)
+    def step(self, action: StepReplica) -> ReplicaStepped | Iterator[ReplicaStepped | Pending]:
+        began = time.perf_counter()
+        rule, work, buffer = self._rule_for(action.replica), self.stepping(action), self.buffer(action.replica)
         buffer.version += 1
         # The step of a shared reference has no stream of its own, because its role does not wait for it.
         apart = self.own_stream and self._stage is None and action.replica == REPLICA
@@ -137,9 +147,10 @@ class ElasticExecutor(LearnerExecutor):
         def on_stream() -> tuple[Number, ...]:
             if not rule.repeats:
                 return work()
-            written = [replica, *rule.state().values(), *([] if difference is None else [difference])]
-            about = action.learning_rate, action.elasticity, difference is None
-            return self._graphed.do(work, about, [gradient, weights], written)
+            vectors = [self._buffers[name].vector for name in (action.difference, action.replica) if name]
+            about = action.learning_rate, action.elasticity, not action.difference
+            read = [self.buffer(name).vector for name in (action.gradient, action.weights)]
+            return self._graphed.do(work, about, read, [*vectors, *rule.state().values()])
 
         pending = self._stream.submit(on_stream if apart else lambda: numbers)
 
@@ -187,6 +198,15 @@ class AveragerExecutor(ElasticExecutor, OwnerExecutor):
 
     def state_bytes(self) -> int:
         return super().state_bytes() + self._inner.state_bytes()
+
+    def states(self, *, central: bool) -> list[torch.Tensor]:
+        """Returns the tensors of the replica's optimiser, and those of the optimiser of the weights if `central`."""
+        return [*self._inner.state().values(), *(self._rule.state().values() if central else ())]
+
+    @property
+    def steps_repeat(self) -> bool:
+        """Whether a device may repeat recorded steps of the replica and of the weights."""
+        return self._inner.repeats and self._rule.repeats and self.computes_in_place
 
     @property
     def ahead_bytes(self) -> int:
@@ -289,10 +309,13 @@ class AveragerExecutor(ElasticExecutor, OwnerExecutor):
 
     @performs(PullReplica)
     def approach(self, action: PullReplica) -> None:
-        replica, weights = self.buffer(action.replica), self.buffer(action.weights).vector
-        head = slice(0, self.parameters)
-        torch.lerp(replica.vector[head], weights[head], action.elasticity, out=replica.vector[head])
-        replica.version += 1
+        self.approach_to(self.buffer(action.weights).vector, action.replica, action.elasticity)
+        self.buffer(action.replica).version += 1
+
+    def approach_to(self, weights: torch.Tensor, replica: str, elasticity: float) -> None:
+        """Moves the parameters of a replica towards weights, (size,) float32, by a fraction of the distance."""
+        moved, there = self.buffer(replica).vector[: self.parameters], weights[: self.parameters]
+        torch.lerp(moved, there, elasticity, out=moved)
 
     def set_optimizer(self, action: SetOptimizer) -> None:
         base = ElasticExecutor if action.weights == REPLICA else OwnerExecutor

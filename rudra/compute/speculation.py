@@ -25,8 +25,8 @@ from rudra.compute.device.graphs import Graph, NotRecordedError
 from rudra.compute.device.streams import Done, Pending
 from rudra.compute.executor import Executor
 from rudra.compute.gradients import GradientSource
+from rudra.compute.weight_samples import CountedSamples
 from rudra.core.actions import Compute, Update
-from rudra.core.digest import sample
 from rudra.core.work import Work
 from rudra.log import log
 from rudra.memory import bytes_text
@@ -205,15 +205,14 @@ class SpeculativeSteps:
         if not self._bursts:
             return None
         burst = self._bursts[0]
-        sampled = burst.slot.samples[self._place].numpy()
-        count = len(range(*sample(action.timestamp, self._owner.size).indices(self._owner.size)))
+        sampled = self._samples.of(burst.slot.samples, self._place, action.timestamp)
         self._half, self._into = False, ""
         self._place += 1
         self.committed, self._vain = self.committed + 1, 0
         if self._place == burst.count:
             self._place = 0
             self._slots.append(self._bursts.popleft().slot)
-        return sampled[:count].tobytes()
+        return sampled
 
     def _expects_update(self, action: Update, last: Update | None) -> bool:
         if not self._half or last is None:
@@ -367,7 +366,7 @@ class SpeculativeSteps:
         self._copy_state(burst.slot)
         self._repeat(burst, burst.count)
         burst.slot.figures.copy_(self._figures, non_blocking=True)
-        burst.slot.samples.copy_(self._samples, non_blocking=True)
+        burst.slot.samples.copy_(self._samples.taken, non_blocking=True)
         return ()
 
     def _repeat(self, burst: _Burst, count: int) -> None:
@@ -375,7 +374,7 @@ class SpeculativeSteps:
         assert self._graph is not None
         self._rows.copy_(burst.slot.rows, non_blocking=True)
         self._number.zero_()
-        self._timestamp.fill_(burst.timestamp + 1)
+        self._samples.begin(burst.timestamp + 1)
         for number in range(count):
             if not number or burst.rates[number] != burst.rates[number - 1]:
                 self._set_rates(burst.rates[number])
@@ -398,17 +397,15 @@ class SpeculativeSteps:
         if (needed := sum(each.nbytes for each in state)) > LARGEST:
             self._refuse(f"weights and optimiser have {bytes_text(needed)}, more than {bytes_text(LARGEST)}")
             return False
-        size, there = len(state[0]), self._device
-        at = torch.arange(0, size, sample(0, size).step)
-        self._apart = sample(0, size).step
+        there = self._device
+        self._samples = CountedSamples(len(state[0]), MOST, there)
         width = self._source.indices_of(0, work, 1).shape[1]
-        shapes = ((MOST * work.count, width), torch.int64), ((MOST, 2), torch.float64), ((MOST, len(at)), torch.float32)
-        self._rows, self._figures, self._samples = (torch.zeros(s, dtype=d, device=there) for s, d in shapes)
-        self._number, self._timestamp = torch.zeros(2, 1, dtype=torch.int64, device=there)
+        shapes = ((MOST * work.count, width), torch.int64), ((MOST, 2), torch.float64)
+        self._rows, self._figures = (torch.zeros(s, dtype=d, device=there) for s, d in shapes)
+        self._number = torch.zeros(1, dtype=torch.int64, device=there)
         self._of_batch = torch.arange(work.count, device=there)
-        self._at = at.to(there)
         for _ in range(BURSTS):
-            here = (self._main_memory(each) for each in (self._rows, self._figures, self._samples))
+            here = (self._main_memory(each) for each in (self._rows, self._figures, self._samples.taken))
             self._slots.append(_Slot([torch.empty_like(each) for each in state], *here))
         self._keep_rates_in_memory(rate * ODD)
         return True
@@ -443,7 +440,8 @@ class SpeculativeSteps:
             NotRecordedError: The step cannot be recorded.
         """
         self._copy_state(self._slots[0])
-        for memory in (self._rows, self._number, self._timestamp):
+        self._samples.begin(0)
+        for memory in (self._rows, self._number):
             memory.zero_()
         self._model.bind(self._vectors[0])
         try:
@@ -463,7 +461,6 @@ class SpeculativeSteps:
         self._step.apply(gradient, rate, self._rates)
         figures = torch.stack([loss.double().reshape(()), wrong.double().reshape(())])
         self._figures.index_copy_(0, self._number, figures[None])
-        at = (self._at + self._timestamp % self._apart).clamp(max=len(weights) - 1)
-        self._samples.index_copy_(0, self._number, weights.index_select(0, at)[None])
+        self._samples.take(weights)
         self._number += 1
-        self._timestamp += 1
+        self._samples.go_on(1)

@@ -338,7 +338,7 @@ def number(value: float | torch.Tensor) -> Number:
     """Returns a number in double precision. One on a device stays there."""
     if not isinstance(value, torch.Tensor):
         return float(value)
-    return value.item() if value.is_cpu else value.detach().double().reshape(())
+    return value.item() if _is_counted_here(value) else value.detach().double().reshape(())
 
 
 def _small(tensor: torch.Tensor) -> npt.NDArray[Any] | torch.Tensor:

@@ -74,3 +74,43 @@ class WeightSamples:
     def _most(self) -> int:
         """Largest number of elements of a sample."""
         return sum(sample_length(self._size, here.stop - here.start) for here, _ in self._stretches)
+
+
+class CountedSamples:
+    """Samples of whole weights that a device takes by its own counter, so that it can repeat the work.
+
+    Args:
+        size: Number of elements of the weights.
+        most: Most updates in a row.
+        device: Device of the weights.
+
+    Attributes:
+        taken: (most, …) float32 on the device, samples of the weights after each update.
+        timestamp: (1,) int64 on the device, timestamp of the weights after the next update.
+    """
+
+    def __init__(self, size: int, most: int, device: torch.device) -> None:
+        self._size, self._apart = size, sample(0, size).step
+        self._at = torch.arange(0, size, self._apart, device=device)
+        self.taken = torch.zeros(most, len(self._at), device=device)
+        self.timestamp, self._number = torch.zeros(2, 1, dtype=torch.int64, device=device)
+
+    def begin(self, timestamp: int) -> None:
+        """Begins with the weights of a timestamp."""
+        self.timestamp.fill_(timestamp)
+        self._number.zero_()
+
+    def take(self, weights: torch.Tensor, after: int = 0) -> None:
+        """Takes the sample of an update, after others in the same work. `go_on` counts them."""
+        at = (self._at + (self.timestamp + after) % self._apart).clamp(max=self._size - 1)
+        self.taken.index_copy_(0, self._number + after, weights.index_select(0, at)[None])
+
+    def go_on(self, updates: int) -> None:
+        """Counts updates."""
+        self._number += updates
+        self.timestamp += updates
+
+    def of(self, taken: torch.Tensor, place: int, timestamp: int) -> bytes:
+        """Returns the sample of weights, from `taken` in main memory, as `WeightSamples.now` does."""
+        count = len(range(*sample(timestamp, self._size).indices(self._size)))
+        return taken[place, :count].numpy().tobytes()

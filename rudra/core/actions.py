@@ -412,6 +412,10 @@ class PullReplica(ExecutorAction, frozen=True, gc=False):
     elasticity: float
 
 
+MOST_UPDATES = 64
+"""Most updates of a burst."""
+
+
 class Burst(ExecutorAction, frozen=True, gc=False):
     """Make several updates of averaged replicas, without asking their learners in between. `BurstMade` follows.
 

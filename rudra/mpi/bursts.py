@@ -9,15 +9,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from rudra.compute.bank.bursts import BankBursts
+from rudra.compute.bank.recorded import AHEAD, Made
 from rudra.compute.device.streams import Pending
 from rudra.compute.executor import Executor
 from rudra.compute.replicas import AveragerExecutor
-from rudra.core.actions import Action, Compute
+from rudra.core.actions import MOST_UPDATES, Action, Compute
 from rudra.core.events import BurstMade, Event
 from rudra.job.job import Job
 from rudra.roles import Machine
 from rudra.roles.averaging import Averager
-from rudra.roles.bursts import MOST, BankRecords
+from rudra.roles.bursts import BankRecords
 from topologies import Plan
 
 LONGEST_S = 0.05
@@ -54,7 +55,7 @@ class Bursts:
         self._events, self._clock = events, clock
         self._held: dict[int, Compute] = {}
         self._records: BankRecords | None = None  # while the learners sleep
-        self._under_way = False
+        self._under_way: deque[Made] = deque()
         self._postponed: list[tuple[int, Event]] = []
         self._most = 1
 
@@ -68,35 +69,44 @@ class Bursts:
 
     def proceed(self) -> bool:
         """Begins a burst, or lets the learners go on, if all of them wait. Returns whether it did."""
-        if self._under_way or (self._records is None and len(self._held) < len(self._learners)):
-            return False
+        if self._under_way:
+            return not self._postponed and self._under_way[-1].queued and len(self._under_way) < AHEAD and self._go()
         if self._records is None:
+            if len(self._held) < len(self._learners):
+                return False
             learners = [self._machines[role] for role in self._learners]
             sleepy = [each for each in learners if isinstance(each, Averager) and each.may_sleep]
             if len(sleepy) < len(learners):
                 return self.release()
             self._records = BankRecords(sleepy)
-        burst = self._records.burst(self._most, self._clock())
+        if self._go():
+            self._held.clear()
+            return True
+        if not self._held:
+            return self._wake_up()
+        self._records = None
+        return self.release()
+
+    def _go(self) -> bool:
+        """Begins the next burst. Returns whether there is one."""
+        assert self._records is not None
+        burst = self._records.burst(self._most, self._clock(), sum(made.updates for made in self._under_way))
         if burst is None:
-            if not self._held:
-                return self._wake_up()
-            self._records = None
-            return self.release()
-        self._held.clear()
-        self._under_way = True
-        self._begin(self._learners[0], self._making.make(burst))
+            return False
+        self._under_way.append(made := self._making.begin(burst))
+        self._begin(self._learners[0], made.work)
         return True
 
     def take(self, event: BurstMade) -> None:
         """Records a burst."""
         assert self._records is not None
-        self._under_way = False
+        self._under_way.popleft()
         for role, actions in self._records.enter(event, self._clock()):
             for action in actions:
                 self._do(role, action)
         seconds = event.gradient_s + event.step_s + event.average_s
-        self._most = max(1, min(MOST, 2 * self._most, int(LONGEST_S * len(event.losses) / max(seconds, 1e-6))))
-        if self._postponed:
+        self._most = max(1, min(MOST_UPDATES, 2 * self._most, int(LONGEST_S * len(event.losses) / max(seconds, 1e-6))))
+        if self._postponed and not self._under_way:
             self._wake_up()
 
     def postpones(self, role: int, event: Event) -> bool:

@@ -16,7 +16,7 @@ from functools import partial
 
 from mpi4py import MPI
 
-from rudra.compute.bank.bursts import BankBursts
+from rudra.compute.bank.bursts import bursts_of
 from rudra.compute.device.streams import Pending
 from rudra.compute.executor import Executor
 from rudra.compute.learners import LearnerExecutor
@@ -465,7 +465,7 @@ class Rank:
         return Bursts(
             plan.learners,
             self._roles.machines,
-            BankBursts(learners, plan.partial_sums(plan.learners)),
+            bursts_of(self._job, plan, learners),
             self._do,
             self._perform,
             self._begin_burst,

@@ -109,13 +109,13 @@ class AveragingPeriods:
         self._samples += periods * self._together * self._length
         self.number += periods
 
-    def rates(self, schedule: Schedule, periods: int) -> list[float]:
-        """Returns the learning rate of each step in the next periods, in this epoch."""
+    def rates(self, schedule: Schedule, periods: int, after: int) -> list[float]:
+        """Returns the learning rate of each step in some periods of this epoch, after the next periods."""
         samples, of_epoch, length, together = self._samples, self._training_samples, self._length, self._together
-        epoch, after = samples // of_epoch, range(1, periods * length + 1)
+        epoch, places = samples // of_epoch, range(after * length + 1, (after + periods) * length + 1)
         return [
             schedule.rate(epoch, (samples + together * made) / of_epoch, self.number + (made - 1) // length)
-            for made in after
+            for made in places
         ]
 
     def epoch_after(self, samples: int, periods: int) -> int:
@@ -384,18 +384,25 @@ class Averager(Replica):
         ends = self._target_reached and ledger.epochs > ledger.epoch + 1
         return self.state is COMPUTING and done and not (told or ends or self.duties.cycle.saving)
 
-    def quiet_updates(self, most: int, now: float) -> int:
-        """Returns how many of the next updates, at most `most`, end no epoch and have no checkpoint or change."""
+    def quiet_updates(self, most: int, now: float, after: int) -> int:
+        """Returns how many updates end no epoch and have no checkpoint or change.
+
+        Args:
+            most: largest number of updates.
+            now: seconds on the driver's clock.
+            after: number of updates before them.
+        """
         ledger, periods, cycle = self.ledger, self._periods, self.duties.cycle
         until = ledger.rules.until.updates
-        count = min(most, periods.left_of_epoch, most if until == inf else int(until) - 1 - periods.number)
-        first = ledger.timestamp + 2  # the update before a checkpoint's announces it
+        left = periods.left_of_epoch if until == inf else min(periods.left_of_epoch, int(until) - 1 - periods.number)
+        count = min(most, left - after)
+        first = ledger.timestamp + after + 2  # the update before a checkpoint's announces it
         due = (each for each in range(count) if cycle.wanted(first + each, ledger.epoch, now))
         return max(0, next(due, count))
 
-    def rates_ahead(self, updates: int) -> list[float]:
-        """Returns the learning rate of each step of the replicas, until a number of updates."""
-        return self._periods.rates(self.ledger.rules.schedule, updates)
+    def rates_ahead(self, updates: int, after: int) -> list[float]:
+        """Returns the learning rate of each step of the replicas for some updates, after the next updates."""
+        return self._periods.rates(self.ledger.rules.schedule, updates, after)
 
     @property
     def step_ahead(self) -> StepReplica:

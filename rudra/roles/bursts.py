@@ -8,19 +8,17 @@ everything else: an update that ends an epoch, makes a checkpoint or changes the
 A burst gives the bits that the learners would give, and the rows.
 """
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from rudra.core import records
-from rudra.core.actions import Action, Burst
+from rudra.core.actions import MOST_UPDATES, Action, Burst
 from rudra.core.events import BurstMade
 from rudra.core.messages import MessageKind
 from rudra.roles.averaging import Averager
-
-MOST = 64
-"""Most updates of a burst."""
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
@@ -39,6 +37,7 @@ class BankRecords:
         self._next = [learner.log.upcoming for learner in learners]  # the mini-batch that each computes next
         self._spent = np.zeros(3)  # seconds of gradients, waits and steps
         self._made = 0  # updates that the learners do not know of
+        self._rates: deque[list[float]] = deque()  # of the updates of each burst under way, for the records
         works = [work for _, work in self._next]
         self._steps = np.array([step for step, _ in self._next])
         self._firsts, self._strides = np.array([(work.first, work.stride) for work in works]).T
@@ -46,38 +45,39 @@ class BankRecords:
         self._reports_minibatches = self._leader.ledger.rules.job.results.minibatches
         # Tables with room for the longest burst. What stays the same is in them already.
         numbers, m = [learner.log.learner for learner in learners], len(learners)
-        self._gradients = np.zeros((MOST, m), records.GRADIENT)
+        self._gradients = np.zeros((MOST_UPDATES, m), records.GRADIENT)
         self._gradients["learner"], self._gradients["scale"] = numbers, 1.0
         self._gradients["samples"] = self._samples * rule.period
         self._gradients["stream"] = [work.stream for work in works]
-        self._averages = np.zeros((MOST, m), records.AVERAGE)
+        self._averages = np.zeros((MOST_UPDATES, m), records.AVERAGE)
         self._averages["learner"] = numbers
-        self._minibatches = np.zeros((MOST, rule.period, m), records.MINIBATCH)
+        self._minibatches = np.zeros((MOST_UPDATES, rule.period, m), records.MINIBATCH)
         self._minibatches["learner"], self._minibatches["samples"] = numbers, self._samples
-        self._updates = np.zeros(MOST, records.UPDATE)
+        self._updates = np.zeros(MOST_UPDATES, records.UPDATE)
         self._updates["gradients"], self._updates["samples"] = m, self._samples.sum() * rule.period
-        self._place = np.arange(max(MOST, rule.period))
+        self._place = np.arange(max(MOST_UPDATES, rule.period))
 
-    def burst(self, most: int, now: float) -> Burst | None:
+    def burst(self, most: int, now: float, begun: int = 0) -> Burst | None:
         """Returns the next updates. None: the learners must make the next one by themselves.
 
         Args:
             most: Largest number of updates.
             now: Seconds on the driver's clock.
+            begun: Number of updates before them that are under way.
         """
         leader, period = self._leader, self._rule.period
-        count = leader.quiet_updates(min(most, MOST), now)
+        count = leader.quiet_updates(min(most, MOST_UPDATES), now, begun)
         if not count:
             return None
         ledger, samples = leader.ledger, int(self._samples.sum()) * period
-        self._rates = ledger.rates_ahead(count, samples)
-        own, outer = leader.rates_ahead(count), self._rule.outer_rate
+        rates, outer, before = ledger.rates_ahead(count, samples, begun), self._rule.outer_rate, begun * period
+        self._rates.append(rates)
         return Burst(
             count,
-            tuple(self._next),
-            ledger.timestamp,
-            tuple(own),
-            (outer,) * count if outer is not None else tuple(self._rates),
+            tuple((step + before, work.after(before)) for step, work in self._next),
+            ledger.timestamp + begun,
+            tuple(leader.rates_ahead(count, begun)),
+            (outer,) * count if outer is not None else tuple(rates),
             leader.step_ahead,
             None if self._rule.early else self._rule.elasticity,
         )
@@ -122,7 +122,7 @@ class BankRecords:
         averages["correction"] = self._rule.elasticity * event.distances
         updates = self._updates[:count]
         updates["timestamp"], updates["epoch"] = before + 1, ledger.epoch + 1
-        updates["learning_rate"], updates["digest"] = self._rates[:count], event.digests
+        updates["learning_rate"], updates["digest"] = self._rates.popleft()[:count], event.digests
         updates["time_s"], updates["update_s"] = ends, event.average_s / count
         ledger.enter_burst(gradients.reshape(-1), updates)
         ledger.outbox.extend_by(MessageKind.AVERAGES, averages.reshape(-1))

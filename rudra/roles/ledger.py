@@ -264,9 +264,9 @@ class Ledger:
         self.outbox.extend(MessageKind.UPDATES, updates)
         return self.outbox.due(now)
 
-    def rates_ahead(self, updates: int, samples: int) -> list[float]:
-        """Returns the rate of each of the next updates in this epoch, by `samples` samples that are not stale."""
-        return [self._rate(samples, 0.0, after) for after in range(updates)]
+    def rates_ahead(self, updates: int, samples: int, after: int) -> list[float]:
+        """Returns rates of updates in this epoch, by `samples` samples that are not stale, after others like them."""
+        return [self._rate(samples, 0.0, place) for place in range(after, after + updates)]
 
     def enter_burst(self, gradients: Rows, updates: Rows) -> None:
         """Enters updates that were made elsewhere. No epoch may end with them.

@@ -12,11 +12,16 @@ import numpy as np
 from msgspec import structs
 
 from rudra.compute.averaging import average
+from rudra.compute.bank.graphs import streams_of
+from rudra.compute.bank.recorded import Made, RecordedBursts
+from rudra.compute.device.devices import kind_of
 from rudra.compute.device.streams import Pending
 from rudra.compute.replicas import AveragerExecutor
 from rudra.core.actions import Burst, Compute, PullReplica, StepReplica, Update
 from rudra.core.buffer_names import DIFFERENCE, GRADIENT, REPLICA, WEIGHTS
 from rudra.core.events import BurstMade, Event, Updated
+from rudra.job.job import Job
+from topologies import Plan
 
 CENTRAL = "central"
 """Name of the central model among the buffers of the learners that do not update it."""
@@ -32,23 +37,34 @@ class BankBursts:
         learners: Executors of all learners that take part in the run, in learner order. The first one updates the
             central model for all.
         sums: Order of addition (`Plan.partial_sums`).
+        recorded: Bursts from graphs. None: the device has none.
 
     Attributes:
         hurries: Whether a burst ends after the update under way, because a learner is asked for something else.
     """
 
-    def __init__(self, learners: Sequence[AveragerExecutor], sums: Sequence[Sequence[int]]) -> None:
-        self._learners, self._sums = learners, sums
+    def __init__(
+        self,
+        learners: Sequence[AveragerExecutor],
+        sums: Sequence[Sequence[int]],
+        recorded: RecordedBursts | None = None,
+    ) -> None:
+        self._learners, self._sums, self._recorded = learners, sums, recorded
         self._apart = False  # whether only the first learner has the central model
         self.hurries = False
 
-    def make(self, burst: Burst) -> Iterator[BurstMade | Pending | None]:
+    def begin(self, burst: Burst) -> Made:
+        """Begins a burst, or only its first updates."""
+        self.hurries, self._apart = False, True
+        made = None if self._recorded is None else self._recorded.begin(burst)
+        return Made(burst.updates, self._make(burst)) if made is None else made
+
+    def _make(self, burst: Burst) -> Iterator[BurstMade | Pending | None]:
         """Makes the updates of a burst.
 
         Yields:
             None after each update, work of a device as long as it is not done, then the results.
         """
-        self.hurries, self._apart = False, True
         period, m = burst.period, len(self._learners)
         losses, errors = np.empty((2, burst.updates, period, m))
         distances, digests = np.empty((burst.updates, m)), np.empty(burst.updates, np.uint64)
@@ -158,3 +174,19 @@ def _together(works: Sequence[Work]) -> _Events:
         if left:
             yield waits
     return [found[place] for place in range(len(works))]
+
+
+def bursts_of(job: Job, plan: Plan, learners: Sequence[AveragerExecutor]) -> BankBursts:
+    """Returns what makes bursts.
+
+    Args:
+        job: Resolved job.
+        plan: Role assignment.
+        learners: Executors of all learners that take part, in learner order.
+    """
+    sums, first = plan.partial_sums(plan.learners), learners[0]
+    records = kind_of(first.device).records and job.cluster.graphs != "off" and job.training.microbatches == 1
+    if not records or any(not each.steps_repeat or each.source.resident is None for each in learners):
+        return BankBursts(learners, sums)
+    lanes = streams_of(job, first.device) if job.cluster.graphed else 1
+    return BankBursts(learners, sums, RecordedBursts(learners, sums, lanes=lanes, fused=job.cluster.fused))

@@ -125,6 +125,11 @@ class Operations(TorchFunctionMode):
         self._generators: list[torch.Generator] = []
 
     @property
+    def drew(self) -> bool:
+        """Whether masks were drawn."""
+        return bool(self._generators)
+
+    @property
     def generators(self) -> list[torch.Generator]:
         """The generator of each learner. They are made at the first use, because few models need them."""
         if not self._generators:

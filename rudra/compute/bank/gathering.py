@@ -97,6 +97,11 @@ class Bank:
         self._asked.add(learner)
         return False
 
+    @property
+    def copies(self) -> list[Pending]:
+        """Copies of mini-batches to the device that must be done before the next gradients are computed."""
+        return [ready.given.copied for ready in self._ready.values() if ready.given is not None]
+
     def gradient(self, learner: Hashable) -> BatchFigures:
         """Returns the figures of a learner after `gather`. Computes the gradients of all ready learners if necessary.
 

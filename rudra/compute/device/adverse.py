@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from rudra.compute.device.collectives import Collective
-from rudra.compute.device.graphs import Graph, NotRecordedError, waited
+from rudra.compute.device.graphs import Graph, Lanes, NotRecordedError, waited
 from rudra.compute.device.kind import CPU, DeviceKind, Result
 from rudra.compute.device.streams import Number, Pending, Stream, known
 
@@ -83,6 +83,9 @@ class AdverseDevice(DeviceKind):
         epoch = self._epoch
         return RecordedGraph(recorder.operations, lambda: epoch == self._epoch), made
 
+    def lanes(self, device: torch.device, count: int) -> Lanes:
+        return _AdverseLanes(self._chance)
+
     def invalidate(self) -> None:
         """Makes all recorded work invalid."""
         self._epoch += 1
@@ -140,6 +143,26 @@ class RecordedGraph(Graph):
             for old, new in zip(tree_leaves(results), tree_leaves(again), strict=True):
                 if isinstance(old, torch.Tensor) and not _same_memory(old, new):
                     old.copy_(new)
+
+
+class _AdverseLanes(Lanes):
+    """Lanes whose work is done at the end, in any order that they allow."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self._chance = chance
+        self._work: list[tuple[int, Callable[[], object], set[int]]] = []  # lane, work, and numbers of earlier work
+
+    def do(self, lane: int, work: Callable[[], object], after: Sequence[int] = ()) -> None:
+        before = {number for number, (other, *_) in enumerate(self._work) if other == lane or other in after}
+        self._work.append((lane, work, before))
+
+    def join(self) -> None:
+        left, done = dict(enumerate(self._work)), set[int]()
+        while left:
+            number = self._chance.choice([each for each, (_, _, before) in left.items() if before <= done])
+            left.pop(number)[1]()
+            done.add(number)
+        self._work.clear()
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -16,7 +16,7 @@ import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
 from rudra.compute.device.collectives import Collective
-from rudra.compute.device.graphs import Graph, NotRecordedError, waited
+from rudra.compute.device.graphs import Graph, Lanes, NotRecordedError, waited
 from rudra.compute.device.kind import NO_LIMIT, DeviceKind, Result
 from rudra.compute.device.regions import Region
 from rudra.compute.device.streams import Number, Pending, Stream
@@ -130,6 +130,32 @@ class CudaGraph(Graph):
         self._graph.replay()
 
 
+class CudaLanes(Lanes):
+    """Lanes of a GPU: branches of a graph.
+
+    Args:
+        streams: Streams of all lanes but the first.
+        device: The GPU.
+    """
+
+    def __init__(self, streams: Sequence[torch.cuda.Stream], device: torch.device) -> None:
+        self._streams = [torch.cuda.current_stream(device), *streams]
+        for stream in streams:
+            stream.wait_stream(self._streams[0])
+
+    def do(self, lane: int, work: Callable[[], object], after: Sequence[int] = ()) -> None:
+        stream = self._streams[lane]
+        for other in after:
+            stream.wait_stream(self._streams[other])
+        with torch.cuda.stream(stream):
+            work()
+
+    def join(self) -> None:
+        first, *others = self._streams
+        for stream in others:
+            first.wait_stream(stream)
+
+
 class CudaRegion(Region):
     """Region of a GPU. Torch exports and opens it by CUDA's handles of memory.
 
@@ -173,6 +199,7 @@ class Cuda(DeviceKind):
 
     def __init__(self) -> None:
         self._recordings = _Recordings()  # of the stream whose work the host submits now
+        self._lanes: list[torch.cuda.Stream] = []
 
     def count(self) -> int:
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -268,6 +295,11 @@ class Cuda(DeviceKind):
                 gc.enable()
         own.last = graph
         return CudaGraph(graph, lambda: made == own.made), found
+
+    def lanes(self, device: torch.device, count: int) -> Lanes:
+        while len(self._lanes) < min(count - 1, MOST_STREAMS - 1):  # always the same: each has a workspace of cuBLAS
+            self._lanes.append(torch.cuda.Stream(device, priority=-1))  # type: ignore[no-untyped-call]
+        return CudaLanes(self._lanes[: count - 1], device)
 
     def region(self, device: torch.device, length: int) -> Region:
         return CudaRegion(device, length)

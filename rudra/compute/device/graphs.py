@@ -1,7 +1,7 @@
 """Graphs: work that a device has recorded, and repeats without the host's code between its operations."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from traceback import walk_tb
 
@@ -24,6 +24,26 @@ class Graph(ABC):
     @abstractmethod
     def replay(self) -> None:
         """Appends the work to the stream that the host uses now."""
+
+
+class Lanes:
+    """Lanes of work that is recorded. The work of one lane is done in order. The base class does all work in order.
+
+    Lane 0 is where the recorded work begins and ends.
+    """
+
+    def do(self, lane: int, work: Callable[[], object], after: Sequence[int] = ()) -> None:
+        """Does work on a lane.
+
+        Args:
+            lane: Number of the lane.
+            work: Uses the device.
+            after: Lanes whose work so far must be done before.
+        """
+        work()
+
+    def join(self) -> None:
+        """Lets the rest of the recorded work begin after all lanes."""
 
 
 class NotRecordedError(Exception):

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from rudra.compute.device.collectives import Collective
-from rudra.compute.device.graphs import Graph, NotRecordedError
+from rudra.compute.device.graphs import Graph, Lanes, NotRecordedError
 from rudra.compute.device.regions import Region, attached
 from rudra.compute.device.streams import Stream
 from rudra.compute.device.threads import Threads, ThreadStream
@@ -119,6 +119,15 @@ class DeviceKind:
             NotRecordedError: The work cannot be repeated, for example because the host waits for a number in it.
         """
         raise NotRecordedError(f"a {self.noun} repeats no recorded work")
+
+    def lanes(self, device: torch.device, count: int) -> Lanes:
+        """Returns lanes for work that `record` records: what is on different lanes may be done at the same time.
+
+        Args:
+            device: The device.
+            count: Number of lanes.
+        """
+        return Lanes()
 
     def region(self, device: torch.device, length: int) -> Region:
         """Allocates memory on a device that other processes of this node read.
