@@ -10,11 +10,11 @@ Source: crossbow.txt §4.2, Figure 8.
 
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -37,12 +37,15 @@ from rudra.core.events import BurstMade
 from rudra.log import log
 
 WARM = 2
-"""Bursts that are made as usual before one is recorded: libraries try their kernels, and optimisers allocate."""
+"""Bursts at the same rates that are made as usual before one is recorded: libraries try their kernels."""
+
+SEEN = 100
+"""Most rates that are counted."""
 
 KEPT = 8
 """Most graphs. Each belongs to learning rates, and to the memory of all vectors."""
 
-STEPS = 64
+STEPS = 32
 """Most gradients of a graph that makes several updates."""
 
 AHEAD = 2
@@ -104,15 +107,18 @@ class RecordedBursts:
         self._graphs: dict[tuple[object, ...], Graph] = {}
         self._slots: deque[_Slot] = deque()
         self._burst: Burst | None = None  # whose shapes the memory has
-        self._seen = 0
+        self._seen: Counter[tuple[float, ...]] = Counter()
         self.refusal = ""
 
     def begin(self, burst: Burst) -> Made | None:
         """Begins a burst, or only its first updates. None: it must be made as usual."""
         if self.refusal or self._first.is_read:
             return None
-        self._seen += 1
-        if self._seen <= WARM or not (count := _alike(burst)):
+        count, rates = _alike(burst)
+        if len(self._seen) > SEEN:  # a rate of its own for each update, for instance
+            self._seen.clear()
+        self._seen[rates] += 1
+        if self._seen[rates] <= WARM:
             return None
         self._allocate(burst)
         try:
@@ -216,7 +222,7 @@ class RecordedBursts:
 
     def _graph(self, burst: Burst, updates: int) -> Graph:
         vectors = [each.data_ptr() for each in self._vectors()]
-        about = burst.rates[0], burst.weight_rates[0], burst.step, burst.elasticity
+        about = _alike(burst)[1], burst.step, burst.elasticity
         key = updates, *about, *vectors
         found = self._graphs.get(key)
         if found is None or not found.is_valid():
@@ -268,7 +274,7 @@ class RecordedBursts:
                 ends = inner + 1 == burst.period
                 self._compute(lanes.do, update * burst.period + inner, burst.period, own)
                 for place in range(len(self._learners)):
-                    step = self._step(burst, place, update, ends=ends)
+                    step = self._step(burst, place, update, inner)
                     lanes.do(self._lane(place), step, after=(0,) if ends else ())
             lanes.do(0, average_all, after=learning)
             lanes.do(0, partial(owner.apply, self._difference, burst.weight_rates[0], ()))
@@ -335,11 +341,10 @@ class RecordedBursts:
             row[0, column] = value if isinstance(value, torch.Tensor) else torch.full_like(row[0, 0], value)
         self._losses[:, place].index_copy_(0, number, row)
 
-    def _step(self, burst: Burst, place: int, update: int, *, ends: bool) -> Callable[[], None]:
-        executor = self._learners[place]
-        action = structs.replace(burst.step, learning_rate=burst.rates[0])
-        if not ends:
-            action = StepReplica(GRADIENT, REPLICA, burst.rates[0])
+    def _step(self, burst: Burst, place: int, update: int, inner: int) -> Callable[[], None]:
+        executor, ends = self._learners[place], inner + 1 == burst.period
+        rate = burst.rates[inner]
+        action = structs.replace(burst.step, learning_rate=rate) if ends else StepReplica(GRADIENT, REPLICA, rate)
         work = executor.stepping(action, self._first.buffer(WEIGHTS).vector)
 
         def step() -> None:
@@ -354,15 +359,8 @@ class RecordedBursts:
         self._learners[place].approach_to(self._first.buffer(WEIGHTS).vector, REPLICA, elasticity)
 
 
-def _alike(burst: Burst) -> int:
-    """Returns the number of the first updates with the same rates, which are part of a graph."""
-    count, period = 1, burst.period
-    first = [burst.rates[0]] * period, burst.weight_rates[0]
-    if [*burst.rates[:period]] != first[0]:
-        return 0
-    while count < burst.updates:
-        here = [*burst.rates[count * period : (count + 1) * period]], burst.weight_rates[count]
-        if here != first:
-            break
-        count += 1
-    return count
+def _alike(burst: Burst) -> tuple[int, tuple[float, ...]]:
+    """Returns the number of the first updates with the same rates, and these: of each step, and of the update."""
+    period = burst.period
+    rates = [(*burst.rates[at * period : (at + 1) * period], burst.weight_rates[at]) for at in range(burst.updates)]
+    return sum(1 for _ in takewhile(rates[0].__eq__, rates)), rates[0]

@@ -1,0 +1,74 @@
+"""Runs in bursts, for tests on ranks (`rudra.mpi.bursts`)."""
+
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+
+def batchnorm() -> nn.Module:
+    """Has buffers that training changes, and draws no random numbers."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 50), nn.BatchNorm1d(50), nn.Tanh(), nn.Linear(50, 10))
+
+
+def burst_runs(comm: Any, directory: Path, jobs: dict[str, Any], ways: Sequence[str]) -> dict[str, Any]:
+    """Each rank runs some of the jobs by itself: asked for each step, in bursts, and in bursts that a device records.
+
+    Returns for each job and way: the content of the result file that does not depend on the time, the number of updates
+    that were made in bursts, and why they were not recorded; or the error of the run.
+    """
+    from mpi4py import MPI
+
+    import rudra.mpi.driver
+    from rudra.bench.ranks import train
+    from rudra.compute.bank.recorded import RecordedBursts
+    from rudra.compute.device.adverse import AdverseDevice
+    from rudra.compute.device.devices import DEVICES
+    from rudra.mpi.bursts import Bursts
+
+    plain, makes_bursts, take = DEVICES["cpu"], rudra.mpi.driver.makes_bursts, Bursts.take
+    record, seen = RecordedBursts.__init__, {"updates": 0}
+    made: list[RecordedBursts] = []
+
+    def count(bursts: Bursts, event: Any) -> None:
+        seen["updates"] += len(event.losses)
+        take(bursts, event)
+
+    def note(recorded: RecordedBursts, *about: Any, **named: Any) -> None:
+        made.append(recorded)
+        record(recorded, *about, **named)
+
+    Bursts.take, RecordedBursts.__init__ = count, note  # type: ignore[method-assign]
+    found: dict[str, Any] = {}
+    for name, job in [*jobs.items()][comm.rank :: comm.size]:
+        for way in ways:
+            seen["updates"], made[:] = 0, []
+            rudra.mpi.driver.makes_bursts = makes_bursts if way != "asked" else lambda *_: False
+            seed = int(way.partition(" ")[2] or 0)
+            DEVICES["cpu"] = AdverseDevice(seed) if way.startswith("recorded") else plain
+            results = train(job, directory / f"{name} {way}.h5", MPI.COMM_SELF)
+            with results:
+                found[f"{name}: {way}"] = {
+                    "content": timeless(results),
+                    "updates": seen["updates"],
+                    "refusal": made[-1].refusal if made else None,
+                }
+    DEVICES["cpu"] = plain
+    return found
+
+
+def timeless(results: Any) -> dict[str, str]:
+    """Digest of each table of a result file, and of its weights, without what depends on the time."""
+    found = {"weights": str(results.summary()["weights_sha256"])}
+    for name in ("gradients", "updates", "averages", "minibatches", "epochs", "learners"):
+        rows = getattr(results, name)[:]
+        kept = [column for column in rows.dtype.names if not column.endswith("_s")]
+        if name == "minibatches":  # each learner reports its own
+            rows = np.sort(rows, order=["learner", "step"])
+        found[name] = sha256(b"".join(np.ascontiguousarray(rows[column]).tobytes() for column in kept)).hexdigest()
+    # When a file is written, and another one may be begun, depends on the disk.
+    told = [(row["kind"].decode(), int(row["timestamp"])) for row in results.events if row["kind"] != b"checkpoint"]
+    return found | {"events": str(sorted(told))}

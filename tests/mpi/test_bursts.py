@@ -1,0 +1,149 @@
+"""Bursts: a rank with all learners makes several updates before it asks them, with the bits and rows of single steps.
+
+Each job runs three times: its learners are asked for each step, or its rank makes bursts, or a device makes recorded
+bursts and does all work as late as it may, in any order that its streams and lanes allow.
+"""
+
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import user_code
+from burst_runs import batchnorm, burst_runs
+from processes import finish, replays, run_until, start
+
+import rudra
+from rudra.bench.ranks import on_ranks
+from rudra.errors import EXIT_STOPPED
+from tests.selection import covering, selected
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
+
+ASKED = "asked"
+SEEDS = 200
+"""Adverse orders of each job in a campaign."""
+
+
+def make_job(name: str = "sma", learners: int = 4, **tables: Any) -> rudra.Job:
+    """All roles on one rank. One epoch has 40 updates of four learners with μ = 4."""
+    cluster = {"learners": learners, "learners_per_device": learners, "one_rank": True, "threads_per_rank": 1}
+    own = tables.pop("cluster", {})
+    return rudra.Job(
+        name="bursts",
+        model=tables.pop("model", {"name": "mlp"}),
+        data={"name": "digits", "train_limit": 640},
+        training={"epochs": 2, "minibatch_size": 4, "seed": 5, **tables.pop("training", {})},
+        optimizer={"learning_rate": 0.05, "momentum": 0.9, **tables.pop("optimizer", {})},
+        protocol={"name": name},
+        cluster=cluster | {"bank": "loop"} | own,
+        **tables,
+    )
+
+
+JOBS = {
+    "sma": make_job(),
+    "sma, period 3": make_job(averaging={"period": 3}),
+    "average, period 2": make_job("average", averaging={"period": 2}),
+    "diloco, period 3": make_job("diloco", averaging={"period": 3}),
+    "one learner": make_job(learners=1, cluster={"learners_per_device": None, "bank": "auto"}),
+    "streams": make_job(cluster={"bank": "graphs", "streams": 2}),
+    "fused": make_job(cluster={"bank": "fused"}),
+    "BatchNorm": make_job(model={"name": batchnorm}, cluster={"bank": "graphs"}),
+    "dropout": make_job(model={"name": user_code.normed_digits}),
+    "adam": make_job(optimizer={"name": "adam", "learning_rate": 0.01, "momentum": 0.0}),
+    "checkpoints": make_job(results={"checkpoint_every": "4 updates", "keep_checkpoints": "7 updates"}),
+    "rates by update": make_job(optimizer={"schedule": "cosine", "schedule_every": "update"}),
+    "restart": make_job(optimizer={"schedule": "step", "milestones": [1]}, averaging={"restart": True}),
+    "changes": make_job(
+        changes=[
+            {"at_update": 19, "optimizer": {"learning_rate": 0.01}},
+            {"at_epoch": 1, "averaging": {"period": 2}},
+        ]
+    ),
+    "dormant": make_job(cluster={"active_learners": 2}, changes=[{"at_update": 31, "cluster": {"active_learners": 4}}]),
+}
+NOT_RECORDED = {"dropout": "the model draws random numbers", "adam": None}
+"""Jobs that a device does not record, and what it says."""
+
+
+@pytest.fixture(scope="module")
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the runs of the selected jobs gave, by job and way."""
+    jobs = {name: JOBS[name] for name in sorted(selected(request, "name"))}
+    made = on_ranks(burst_runs, jobs=jobs, ways=(ASKED, "bursts", "recorded 1"))
+    return {key: value for rank in made for key, value in rank.items()}
+
+
+SOME = ["sma, period 3", "average, period 2", "streams", "fused", "dropout", "dormant"]
+
+
+@pytest.mark.parametrize("name", covering(SOME, list(JOBS)))
+def test_bursts_give_the_content_of_a_run_whose_learners_are_asked(found: dict[str, Any], name: str) -> None:
+    asked, bursts = found[f"{name}: {ASKED}"], found[f"{name}: bursts"]
+    assert asked["updates"] == 0 < bursts["updates"]
+    assert bursts["content"] == asked["content"]
+
+
+@pytest.mark.parametrize("name", covering(SOME, list(JOBS)))
+def test_recorded_bursts_give_the_content_of_a_run_whose_learners_are_asked(found: dict[str, Any], name: str) -> None:
+    recorded = found[f"{name}: recorded 1"]
+    assert recorded["updates"] > 0
+    assert recorded["content"] == found[f"{name}: {ASKED}"]["content"]
+    assert recorded["refusal"] == NOT_RECORDED.get(name, "")
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", ["streams", "fused", "sma, period 3", "BatchNorm"])
+def test_all_adverse_orders_give_one_result(name: str) -> None:
+    ways = [ASKED, *(f"recorded {seed}" for seed in range(SEEDS))]
+    made = on_ranks(burst_runs, jobs={name: JOBS[name]}, ways=ways)
+    runs = {key: value for rank in made for key, value in rank.items()}
+    asked = runs.pop(f"{name}: {ASKED}")["content"]
+    assert len(runs) == SEEDS
+    assert all(run["content"] == asked and run["updates"] for run in runs.values())
+
+
+JOB = """
+[model]
+name = "mlp"
+[data]
+name = "digits"
+[training]
+epochs = {epochs}
+minibatch_size = 4
+[optimizer]
+learning_rate = {rate}
+[protocol]
+name = "sma"
+[cluster]
+learners = 4
+learners_per_device = 4
+one_rank = true
+bank = "loop"
+[results]
+flush_s = 0.1
+report_s = 0.05
+checkpoint_every = "100 updates"
+"""
+
+
+def test_a_run_that_is_stopped_in_a_burst_can_be_resumed_and_replayed(tmp_path: Path) -> None:
+    job, output, straight = tmp_path / "job.toml", tmp_path / "out.h5", tmp_path / "straight.h5"
+    job.write_text(JOB.format(epochs=8, rate=0.02))
+    code, err = run_until(job, output, update=100, number=signal.SIGINT)
+    assert code == EXIT_STOPPED, err
+    assert finish(start("resume", output))[0] == 0
+    assert replays(output)
+    assert finish(start("run", job, "--output", straight))[0] == 0
+    with rudra.open_results(output) as one, rudra.open_results(straight) as other:
+        assert one.summary()["weights_sha256"] == other.summary()["weights_sha256"]
+
+
+def test_a_loss_that_is_not_finite_in_a_burst_names_learner_and_minibatch(tmp_path: Path) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text(JOB.format(epochs=2, rate=1e9))
+    code, _, err = finish(start("run", job, "--output", tmp_path / "out.h5"))
+    assert code == 1
+    assert re.search(r"learner \d.*the loss of mini-batch \d+ is nan: a smaller learning_rate may help", err), err
