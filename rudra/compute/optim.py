@@ -213,6 +213,16 @@ class UpdateRule:
         return [learning_rate * factor for factor in self._factors]
 
     @property
+    def joins(self) -> bool:
+        """Whether rules like this one may step together (`rudra.compute.joined_steps`)."""
+        return self._sgd and not self._caffe and self._clip_norm is None
+
+    def give(self, gradient: torch.Tensor) -> None:
+        """Gives all parameters their parts of a gradient, (P,) float32, for a step by another optimiser."""
+        for parameter, part in self._places.items():
+            parameter.grad = gradient[part]
+
+    @property
     def takes_rates(self) -> bool:
         """Whether a device may keep the rates: Adam would round them, and Caffe's momentum needs them here."""
         return self._sgd and not self._caffe

@@ -204,6 +204,11 @@ class AveragerExecutor(ElasticExecutor, OwnerExecutor):
         return [*self._inner.state().values(), *(self._rule.state().values() if central else ())]
 
     @property
+    def inner_rule(self) -> UpdateRule:
+        """Rule that steps the replica."""
+        return self._inner
+
+    @property
     def steps_repeat(self) -> bool:
         """Whether a device may repeat recorded steps of the replica and of the weights."""
         return self._inner.repeats and self._rule.repeats and self.computes_in_place

@@ -5,7 +5,8 @@ learners get it back when they are asked again.
 """
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,9 @@ from msgspec import structs
 
 from rudra.compute.averaging import average
 from rudra.compute.bank.graphs import streams_of
-from rudra.compute.bank.recorded import Made, RecordedBursts
+from rudra.compute.bank.lanes import LaneUpdates
+from rudra.compute.bank.matrices import MatrixUpdates
+from rudra.compute.bank.recorded import Made, RecordedBursts, Updates
 from rudra.compute.device.devices import kind_of
 from rudra.compute.device.streams import Pending
 from rudra.compute.replicas import AveragerExecutor
@@ -188,5 +191,7 @@ def bursts_of(job: Job, plan: Plan, learners: Sequence[AveragerExecutor]) -> Ban
     records = kind_of(first.device).records and job.cluster.graphs != "off" and job.training.microbatches == 1
     if not records or any(not each.steps_repeat or each.source.resident is None for each in learners):
         return BankBursts(learners, sums)
-    lanes = streams_of(job, first.device) if job.cluster.graphed else 1
-    return BankBursts(learners, sums, RecordedBursts(learners, sums, lanes=lanes, fused=job.cluster.fused))
+    ways: Callable[[], Updates] = partial(MatrixUpdates, learners)
+    if not (job.cluster.fused and len(learners) > 1 and first.inner_rule.joins):
+        ways = partial(LaneUpdates, learners, sums, streams_of(job, first.device) if job.cluster.graphed else 1)
+    return BankBursts(learners, sums, RecordedBursts(learners, ways))

@@ -1,9 +1,9 @@
 """Bursts that a device repeats from recorded graphs: the host names no operation, and waits for none in between.
 
-A graph makes several updates. Each learner has a lane: gradient, correction and step, next gradient. The averages have
-lane 0. A step waits for the average before it, and an average waits for the steps before it. So an average is made
-while the next gradients are computed. Mini-batches are gathered by a counter of the device, and losses, distances and
-samples of the weights are noted by it.
+A graph makes several updates. Learners have lanes: gradient, correction and step, next gradient. The averages have lane
+0. A step waits for the average before it, and an average waits for the steps before it. So an average is made while the
+next gradients are computed. Mini-batches are gathered by a counter of the device. Losses, distances and samples of the
+weights are noted by it.
 
 Source: crossbow.txt §4.2, Figure 8.
 """
@@ -15,20 +15,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise, takewhile
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from msgspec import structs
 
-from rudra.compute.averaging import average
-from rudra.compute.bank.fused import Operations, fused_gradients
 from rudra.compute.device.devices import kind_of
 from rudra.compute.device.graphs import Graph, NotRecordedError
-from rudra.compute.device.streams import Pending, until_done
+from rudra.compute.device.streams import Number, Pending, until_done
 from rudra.compute.replicas import AveragerExecutor
-from rudra.compute.together import put_together
 from rudra.compute.weight_samples import CountedSamples
 from rudra.core.actions import MOST_UPDATES, Burst, StepReplica
 from rudra.core.buffer_names import DIFFERENCE, GRADIENT, REPLICA, WEIGHTS
@@ -69,6 +66,78 @@ class _Slot:
     samples: torch.Tensor
 
 
+class Notes:
+    """Memory of a device for one burst: which samples the learners take, and what is noted of each step and update.
+
+    Args:
+        period: Mini-batches of each learner in an update, τ.
+        counts: Samples of a mini-batch of each learner.
+        width: Numbers that tell which sample is taken.
+        size: Number of elements of the weights.
+        device: The device.
+
+    Attributes:
+        rows: (K·τ, Σμ, width) int64.
+        losses: (K·τ, m, 2) float64, loss and wrong samples.
+        squares: (K, m) float64, square of the distance of each replica.
+        samples: Samples of the weights.
+        number: (1,) int64, number of updates that the work before has made.
+        places: Place of each learner's samples in a row.
+    """
+
+    def __init__(self, period: int, counts: Sequence[int], width: int, size: int, device: torch.device) -> None:
+        steps, m = MOST_UPDATES * period, len(counts)
+        self.rows = torch.zeros(steps, sum(counts), width, dtype=torch.int64, device=device)
+        self.losses = torch.zeros(steps, m, 2, dtype=torch.float64, device=device)
+        self.squares = torch.zeros(MOST_UPDATES, m, dtype=torch.float64, device=device)
+        self.samples = CountedSamples(size, MOST_UPDATES, device)
+        self.number = torch.zeros(1, dtype=torch.int64, device=device)
+        self.places = [slice(*ends) for ends in pairwise(accumulate(counts, initial=0))]
+        self._period = period
+        self._unknown = torch.full((), math.nan, dtype=torch.float64, device=device)
+
+    def step(self, step: int) -> torch.Tensor:
+        """Returns the number of a step of the work in the burst, (1,) int64."""
+        return self.number * self._period + step
+
+    def row_of(self, loss: Number, wrong: npt.NDArray[Any] | Number | None) -> torch.Tensor:
+        """Returns loss and wrong samples of a mini-batch as a row, (2,) float64.
+
+        Raises:
+            RuntimeError: They are counted in main memory.
+        """
+        if isinstance(wrong, np.ndarray) or not isinstance(loss, torch.Tensor):
+            raise RuntimeError("the task counts errors in main memory")
+        counted = wrong.double().reshape(()) if isinstance(wrong, torch.Tensor) else self._unknown
+        return torch.stack([loss.double().reshape(()), counted])
+
+
+Do = Callable[[int, Callable[[], object], Sequence[int]], None]
+"""(lane, work, lanes whose work so far must be done before) -> None. Appends work to a lane, as `Lanes.do`."""
+
+
+class Updates(Protocol):
+    """A way in which all learners of a bank make an update: each by itself (`lanes`), or all at once (`matrices`).
+
+    Attributes:
+        lanes: Lanes of the learners, without lane 0.
+    """
+
+    lanes: range
+
+    def gradients(self, do: Do, notes: Notes, step: int) -> None:
+        """Appends the gradients of a step of the work."""
+
+    def steps(self, do: Do, notes: Notes, action: StepReplica, update: int) -> None:
+        """Appends the steps of all replicas in an update of the work."""
+
+    def average(self, samples: Sequence[int]) -> None:
+        """Averages the differences of all replicas, weighted by samples, into the first of them."""
+
+    def approach(self, do: Do, elasticity: float) -> None:
+        """Appends the moves of all replicas towards the central model."""
+
+
 class Made(NamedTuple):
     """Burst that is being made.
 
@@ -88,25 +157,20 @@ class RecordedBursts:
 
     Args:
         learners: Executors of the learners, in learner order. The first one owns the central model.
-        sums: Order of addition (`Plan.partial_sums`).
-        lanes: Number of lanes of learners: how many may compute at the same time.
-        fused: Whether the gradients of all learners are computed by the same operations.
+        ways: Returns how the learners make an update. It is called when their optimisers have their states.
 
     Attributes:
         refusal: Why bursts are not recorded. Empty: they may be.
     """
 
-    def __init__(
-        self, learners: Sequence[AveragerExecutor], sums: Sequence[Sequence[int]], *, lanes: int, fused: bool
-    ) -> None:
-        self._learners, self._first, self._sums = learners, learners[0], sums
+    def __init__(self, learners: Sequence[AveragerExecutor], ways: Callable[[], Updates]) -> None:
+        self._learners, self._first, self._ways = learners, learners[0], ways
         self._device = self._first.device
         self._kind = kind_of(self._device)
         self._stream = self._kind.stream(self._device)
-        self._lanes, self._fused = 1 if fused else lanes, fused
         self._graphs: dict[tuple[object, ...], Graph] = {}
         self._slots: deque[_Slot] = deque()
-        self._burst: Burst | None = None  # whose shapes the memory has
+        self._shapes: tuple[object, ...] = ()  # that the memory has
         self._seen: Counter[tuple[float, ...]] = Counter()
         self.refusal = ""
 
@@ -141,15 +205,13 @@ class RecordedBursts:
         yield from until_done(pending)
         pending.numbers()
         period, m = burst.period, len(self._learners)
-        noted = slot.losses[: count * period].view(count, period, m, 2).numpy()
+        noted = slot.losses[: count * period].view(count, period, m, 2).numpy().copy()
         distances = np.sqrt(slot.squares[:count].numpy())  # torch's is not rounded correctly
-        digests = [
-            digest_of(self._samples.of(slot.samples, place, burst.timestamp + place + 1)) for place in range(count)
-        ]
-        self._blame(burst, noted[..., 0])
-        about = burst, noted[..., 0].copy(), noted[..., 1].copy(), distances, np.array(digests, np.uint64)
+        sampled = (self._notes.samples.of(slot.samples, at, burst.timestamp + at + 1) for at in range(count))
+        digests = np.array([digest_of(each) for each in sampled], np.uint64)
         self._slots.append(slot)
-        yield BurstMade(*about, time.perf_counter() - began, 0.0, 0.0)
+        self._blame(burst, noted[..., 0])
+        yield BurstMade(burst, noted[..., 0], noted[..., 1], distances, digests, time.perf_counter() - began, 0.0, 0.0)
 
     def _blame(self, burst: Burst, losses: npt.NDArray[np.float64]) -> None:
         """Raises DataError if a loss is not finite because of a sample."""
@@ -163,23 +225,14 @@ class RecordedBursts:
 
     def _allocate(self, burst: Burst) -> None:
         """Allocates the memory for bursts with mini-batches of these sizes."""
-        about = burst.period, [work.count for _, work in burst.learners]
-        before = self._burst
-        if before is not None and about == (before.period, [work.count for _, work in before.learners]):
+        counts = tuple(work.count for _, work in burst.learners)
+        if (burst.period, counts) == self._shapes:
             return
-        self._burst, self._graphs = burst, {}
-        counts, m = about[1], len(self._learners)
-        step, work = burst.learners[0]
-        width = self._first.source.indices_of(step, work, 1).shape[1]
-        steps, device = MOST_UPDATES * burst.period, self._device
-        self._rows = torch.zeros(steps, sum(counts), width, dtype=torch.int64, device=device)
-        self._losses = torch.zeros(steps, m, 2, dtype=torch.float64, device=device)
-        self._squares = torch.zeros(MOST_UPDATES, m, dtype=torch.float64, device=device)
-        self._samples = CountedSamples(self._first.size, MOST_UPDATES, device)
-        self._number = torch.zeros(1, dtype=torch.int64, device=device)  # of updates
-        self._places = [slice(*ends) for ends in pairwise(accumulate(counts, initial=0))]
-        there = self._rows, self._losses, self._squares, self._samples.taken
-        self._slots = deque(_Slot(*(self._main_memory(each) for each in there)) for _ in range(AHEAD))
+        self._shapes, self._graphs, self._updates = (burst.period, counts), {}, self._ways()
+        width = self._first.source.indices_of(*burst.learners[0], 1).shape[1]
+        self._notes = notes = Notes(burst.period, counts, width, self._first.size, self._device)
+        there = notes.rows, notes.losses, notes.squares, notes.samples.taken
+        self._slots = deque(_Slot(*map(self._main_memory, there)) for _ in range(AHEAD))
 
     def _main_memory(self, like: torch.Tensor) -> torch.Tensor:
         return self._kind.main_memory(like.nbytes).view(like.dtype).view(like.shape)
@@ -187,7 +240,7 @@ class RecordedBursts:
     def _draw(self, slot: _Slot, burst: Burst, count: int) -> None:
         """Draws the samples of all mini-batches."""
         steps = count * burst.period
-        for executor, (step, work), place in zip(self._learners, burst.learners, self._places, strict=True):
+        for executor, (step, work), place in zip(self._learners, burst.learners, self._notes.places, strict=True):
             drawn = executor.source.indices_of(step, work, steps)
             slot.rows[:steps, place] = drawn.view(steps, work.count, -1)
 
@@ -195,18 +248,15 @@ class RecordedBursts:
 
     def _do(self, slot: _Slot, burst: Burst, count: int, graphs: Sequence[Graph]) -> tuple[()]:
         """Makes updates, and brings back what is noted."""
-        steps = count * burst.period
-        self._rows[:steps].copy_(slot.rows[:steps], non_blocking=True)
-        self._number.zero_()
-        self._samples.begin(burst.timestamp + 1)
+        notes, steps = self._notes, count * burst.period
+        notes.rows[:steps].copy_(slot.rows[:steps], non_blocking=True)
+        notes.number.zero_()
+        notes.samples.begin(burst.timestamp + 1)
         for graph in graphs:
             graph.replay()
-        for here, there in (
-            (slot.losses[:steps], self._losses[:steps]),
-            (slot.squares[:count], self._squares[:count]),
-            (slot.samples[:count], self._samples.taken[:count]),
-        ):
-            here.copy_(there, non_blocking=True)
+        slot.losses[:steps].copy_(notes.losses[:steps], non_blocking=True)
+        slot.squares[:count].copy_(notes.squares[:count], non_blocking=True)
+        slot.samples[:count].copy_(notes.samples.taken[:count], non_blocking=True)
         return ()
 
     def _graphs_for(self, burst: Burst, count: int) -> list[Graph]:
@@ -221,9 +271,7 @@ class RecordedBursts:
         return [graph for size, times in sizes if times for graph in [self._graph(burst, size)] * times]
 
     def _graph(self, burst: Burst, updates: int) -> Graph:
-        vectors = [each.data_ptr() for each in self._vectors()]
-        about = _alike(burst)[1], burst.step, burst.elasticity
-        key = updates, *about, *vectors
+        key = updates, _alike(burst)[1], burst.step, burst.elasticity, *(each.data_ptr() for each in self._vectors())
         found = self._graphs.get(key)
         if found is None or not found.is_valid():
             while len(self._graphs) >= KEPT:
@@ -239,124 +287,51 @@ class RecordedBursts:
             found += (executor.renew(name).vector for name in (GRADIENT, DIFFERENCE))
         return found
 
-    def _state(self) -> list[torch.Tensor]:
-        """Returns the tensors of all optimisers."""
-        return [each for executor in self._learners for each in executor.states(central=executor is self._first)]
-
     def _recorded(self, burst: Burst, updates: int) -> Graph:
         """Records updates. Nothing has changed afterwards.
 
         Raises:
             NotRecordedError: They cannot be recorded.
         """
-        generator = self._kind.generator(self._device)
-        written = [*self._vectors(), *self._state(), self._number, self._samples.timestamp]
+        generator, notes = self._kind.generator(self._device), self._notes
+        states = [each for executor in self._learners for each in executor.states(central=executor is self._first)]
+        written = [*self._vectors(), *states, notes.number, notes.samples.timestamp]
         before, drawn = [each.clone() for each in written], generator.get_state()
-        self._number.zero_()
-        self._rows.zero_()
+        notes.number.zero_()
+        notes.rows.zero_()
         try:
-            graph, draws = self._kind.record(self._device, partial(self._updates, burst, updates))
+            graph, _ = self._kind.record(self._device, partial(self._work, burst, updates))
         finally:
             for tensor, value in zip(written, before, strict=True):
                 tensor.copy_(value)
-        if draws or not torch.equal(drawn, generator.get_state()):
+        if not torch.equal(drawn, generator.get_state()):
             raise NotRecordedError("the model draws random numbers")
         return graph
 
-    def _updates(self, burst: Burst, updates: int) -> bool:
-        """Makes updates. Returns whether learners have drawn random numbers."""
-        lanes = self._kind.lanes(self._device, 1 + self._lanes)
-        owner, average_all = self._first.in_place(), self._average(burst)
-        own = Operations([0] * len(self._learners), self._device)
-        learning = sorted({self._lane(place) for place in range(len(self._learners))})
-        for update in range(updates):
-            for inner in range(burst.period):
-                ends = inner + 1 == burst.period
-                self._compute(lanes.do, update * burst.period + inner, burst.period, own)
-                for place in range(len(self._learners)):
-                    step = self._step(burst, place, update, inner)
-                    lanes.do(self._lane(place), step, after=(0,) if ends else ())
-            lanes.do(0, average_all, after=learning)
-            lanes.do(0, partial(owner.apply, self._difference, burst.weight_rates[0], ()))
-            lanes.do(0, partial(self._samples.take, self._first.buffer(WEIGHTS).vector, update))
-            if burst.elasticity is not None:
-                for place in range(len(self._learners)):
-                    lanes.do(self._lane(place), partial(self._approach, place, burst.elasticity), after=(0,))
-        lanes.join()
-        self._number.add_(updates)
-        self._samples.go_on(updates)
-        return own.drew
-
-    def _lane(self, place: int) -> int:
-        return 1 + place % self._lanes
-
-    @property
-    def _difference(self) -> torch.Tensor:
-        return self._first.buffer(DIFFERENCE).vector
-
-    def _average(self, burst: Burst) -> Callable[[], None]:
-        """Returns the work that averages the differences, into the first of them."""
-        vectors = [executor.buffer(DIFFERENCE).vector for executor in self._learners]
+    def _work(self, burst: Burst, updates: int) -> None:
+        """Makes updates."""
+        ways, notes, weights = self._updates, self._notes, self._first.buffer(WEIGHTS).vector
+        lanes = self._kind.lanes(self._device, 1 + len(ways.lanes))
         samples = [work.count for _, work in burst.learners]
-        return partial(average, vectors[0], vectors, samples, sums=self._sums)
+        difference, owner = self._first.buffer(DIFFERENCE).vector, self._first.in_place()
 
-    def _compute(self, do: Callable[[int, Callable[[], None]], None], step: int, period: int, own: Operations) -> None:
-        """Computes the gradients of all learners for a step of the graph."""
-        if self._fused:
-            do(1, partial(self._fused_gradients, step, period, own))
-            return
-        for place in range(len(self._learners)):
-            do(self._lane(place), partial(self._gradient, place, step, period))
+        def synchronise(update: int) -> None:
+            ways.average(samples)
+            owner.apply(difference, burst.weight_rates[0], ())
+            notes.samples.take(weights, update)
 
-    def _batch(self, place: int, step: int, period: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns the mini-batch of a learner, and the number of its step in the burst."""
-        number = self._number * period + step
-        rows = self._rows[:, self._places[place]].index_select(0, number)[0]
-        inputs, target = self._learners[place].source.gathered(rows)
-        return inputs, target, number
-
-    def _gradient(self, place: int, step: int, period: int) -> None:
-        inputs, target, number = self._batch(place, step, period)
-        executor = self._learners[place]
-        model = executor.source.model
-        model.bind(executor.buffer(REPLICA).vector)
-        loss, wrong, _ = model.pass_to_record(inputs, target, executor.buffer(GRADIENT).vector)
-        if wrong is not None and not isinstance(wrong, torch.Tensor):
-            raise RuntimeError("the task counts errors in main memory")
-        self._note(place, number, loss, math.nan if wrong is None else wrong)
-
-    def _fused_gradients(self, step: int, period: int, own: Operations) -> None:
-        found = [self._batch(place, step, period) for place in range(len(self._learners))]
-        inputs, target = put_together(torch.stack, [batch[:2] for batch in found], "[cluster] bank = 'fused'", "loop")
-        vectors = [[executor.buffer(name).vector for executor in self._learners] for name in (REPLICA, GRADIENT)]
-        model, seeds = self._first.source.model, [0] * len(self._learners)
-        noted = fused_gradients(model, vectors[0], inputs, target, vectors[1], seeds, own)
-        for place, (loss, wrong) in enumerate(noted):
-            self._note(place, found[place][2], loss, wrong)
-
-    def _note(self, place: int, number: torch.Tensor, *noted: float | torch.Tensor) -> None:
-        """Notes loss and wrong samples of a mini-batch."""
-        row = torch.empty(1, 2, dtype=torch.float64, device=self._device)
-        for column, value in enumerate(noted):
-            row[0, column] = value if isinstance(value, torch.Tensor) else torch.full_like(row[0, 0], value)
-        self._losses[:, place].index_copy_(0, number, row)
-
-    def _step(self, burst: Burst, place: int, update: int, inner: int) -> Callable[[], None]:
-        executor, ends = self._learners[place], inner + 1 == burst.period
-        rate = burst.rates[inner]
-        action = structs.replace(burst.step, learning_rate=rate) if ends else StepReplica(GRADIENT, REPLICA, rate)
-        work = executor.stepping(action, self._first.buffer(WEIGHTS).vector)
-
-        def step() -> None:
-            (squares,) = work()
-            if ends:
-                assert isinstance(squares, torch.Tensor)
-                self._squares[:, place].index_copy_(0, self._number + update, squares.reshape(1))
-
-        return step
-
-    def _approach(self, place: int, elasticity: float) -> None:
-        self._learners[place].approach_to(self._first.buffer(WEIGHTS).vector, REPLICA, elasticity)
+        for update in range(updates):
+            for inner, rate in enumerate(burst.rates[: burst.period]):
+                ends = inner + 1 == burst.period
+                ways.gradients(lanes.do, notes, update * burst.period + inner)
+                step = structs.replace(burst.step, learning_rate=rate) if ends else StepReplica(GRADIENT, REPLICA, rate)
+                ways.steps(lanes.do, notes, step, update)
+            lanes.do(0, partial(synchronise, update), ways.lanes)
+            if burst.elasticity is not None:
+                ways.approach(lanes.do, burst.elasticity)
+        lanes.join()
+        notes.number.add_(updates)
+        notes.samples.go_on(updates)
 
 
 def _alike(burst: Burst) -> tuple[int, tuple[float, ...]]:

@@ -1,0 +1,97 @@
+"""Updates of a bank that makes each of them by a handful of operations, for all learners at once.
+
+Each list of vectors is one (m, size) matrix for torch's operations on lists. Gradients are those of the form `fused`.
+The last bits may differ from those of a learner by itself.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from rudra.compute.bank.fused import Operations, fused_gradients
+from rudra.compute.bank.recorded import Do, Notes
+from rudra.compute.joined_steps import JoinedSteps
+from rudra.compute.replicas import AveragerExecutor
+from rudra.core.actions import StepReplica
+from rudra.core.buffer_names import DIFFERENCE, GRADIENT, REPLICA, WEIGHTS
+from rudra.data.trees import mapped
+
+
+class MatrixUpdates:
+    """How all learners of a fused bank make an update (`Updates`).
+
+    Args:
+        learners: Executors of the learners, in learner order. The first one owns the central model. Their mini-batches
+            have the same size, and the states of their optimisers exist.
+    """
+
+    lanes = range(1, 2)
+
+    def __init__(self, learners: Sequence[AveragerExecutor]) -> None:
+        self._learners, self._first = learners, learners[0]
+        self._joined = JoinedSteps([each.inner_rule for each in learners])
+
+    def _vectors(self, name: str) -> list[torch.Tensor]:
+        return [each.buffer(name).vector for each in self._learners]
+
+    def _trained(self, name: str) -> list[torch.Tensor]:
+        return [vector[: self._first.parameters] for vector in self._vectors(name)]
+
+    @property
+    def _central(self) -> list[torch.Tensor]:
+        return [self._first.buffer(WEIGHTS).vector[: self._first.parameters]] * len(self._learners)
+
+    def gradients(self, do: Do, notes: Notes, step: int) -> None:
+        do(1, partial(self._gradients, notes, step), ())
+
+    def _gradients(self, notes: Notes, step: int) -> None:
+        m, number, source = len(self._learners), notes.step(step), self._first.source
+        batch = source.gathered(notes.rows.index_select(0, number)[0])
+        inputs, target = (mapped(lambda tensor: tensor.unflatten(0, (m, -1)), each) for each in batch)
+        own = Operations([0] * m, source.model.device)
+        about = self._vectors(REPLICA), inputs, target, self._vectors(GRADIENT), [0] * m, own
+        noted = fused_gradients(source.model, *about)
+        if own.drew:
+            raise RuntimeError("the model draws random numbers")
+        notes.losses.index_copy_(0, number, torch.stack([notes.row_of(*each) for each in noted])[None])
+
+    def steps(self, do: Do, notes: Notes, action: StepReplica, update: int) -> None:
+        do(1, partial(self._step, notes, action, update), (0,) if action.difference else ())
+
+    def _step(self, notes: Notes, action: StepReplica, update: int) -> None:
+        """Steps all replicas as `ElasticExecutor.step` does."""
+        early = action.elasticity is not None
+        if action.difference and early:
+            self._differ(notes, update)
+        self._joined.step(self._vectors(GRADIENT), action.learning_rate)
+        if action.difference and not early:
+            self._differ(notes, update)
+        elif action.elasticity:
+            torch._foreach_add_(self._trained(REPLICA), self._trained(DIFFERENCE), alpha=action.elasticity)
+        if self._first.size > self._first.parameters:
+            gradients = self._behind(GRADIENT)
+            for name in (REPLICA, *([DIFFERENCE] if action.difference else [])):
+                torch._foreach_copy_(self._behind(name), gradients)
+
+    def _behind(self, name: str) -> list[torch.Tensor]:
+        """Returns the buffers of the models, behind their parameters."""
+        return [vector[self._first.parameters :] for vector in self._vectors(name)]
+
+    def _differ(self, notes: Notes, update: int) -> None:
+        """Computes the differences between the central model and all replicas, and notes the squares of their norms."""
+        differences = self._trained(DIFFERENCE)
+        torch._foreach_copy_(differences, self._central)
+        torch._foreach_sub_(differences, self._trained(REPLICA))
+        squares = torch.stack(torch._foreach_norm(differences)).double().square()
+        notes.squares.index_copy_(0, notes.number + update, squares[None])
+
+    def average(self, samples: Sequence[int]) -> None:
+        vectors = self._vectors(DIFFERENCE)
+        torch.mean(torch.stack(vectors), 0, out=vectors[0])
+
+    def approach(self, do: Do, elasticity: float) -> None:
+        do(1, partial(self._approach, elasticity), (0,))
+
+    def _approach(self, elasticity: float) -> None:
+        torch._foreach_lerp_(self._trained(REPLICA), self._central, elasticity)
