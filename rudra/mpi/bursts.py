@@ -1,7 +1,7 @@
 """Bursts of updates on a rank that hosts all learners of the run (`rudra.roles.bursts`, `rudra.compute.bank.bursts`).
 
 The learners ask for their mini-batches as usual. The rank holds these requests back until all learners have made one.
-Then it makes a burst of updates, as long as nothing else happens to a learner. An event for a learner ends the burst
+Then it makes a burst of updates, as long as no learner gets an event. An event for a learner ends the burst
 after the update under way, and wakes all of them up.
 """
 
@@ -31,7 +31,7 @@ class Bursts:
     Args:
         learners: Roles that take part in the run, all on this rank, in learner order.
         machines: Current state machine of each role.
-        making: What makes the bursts.
+        making: Maker of the bursts.
         do: Does an action of a role.
         compute: Does a computation of a role, which may have been held back.
         begin: Begins long work of a role.
@@ -68,7 +68,7 @@ class Bursts:
         return True
 
     def proceed(self) -> bool:
-        """Begins a burst, or lets the learners go on, if all of them wait. Returns whether it did."""
+        """Begins a burst, or lets the learners continue, if all of them wait. Returns whether it did."""
         if self._under_way:
             return not self._postponed and self._under_way[-1].queued and len(self._under_way) < AHEAD and self._go()
         if self._records is None:
@@ -106,8 +106,12 @@ class Bursts:
                 self._do(role, action)
         seconds = event.gradient_s + event.step_s + event.average_s
         self._most = max(1, min(MOST_UPDATES, 2 * self._most, int(LONGEST_S * len(event.losses) / max(seconds, 1e-6))))
-        if self._postponed and not self._under_way:
+        if self._under_way:
+            return
+        if self._postponed:
             self._wake_up()
+        elif not self._events:
+            self._go()
 
     def postpones(self, role: int, event: Event) -> bool:
         """Returns whether an event has to wait for the end of the burst under way. Otherwise all learners are awake."""
@@ -128,14 +132,14 @@ class Bursts:
         return bool(held)
 
     def _wake_up(self) -> bool:
-        """Lets the learners go on from the last update, beginning with the events that waited for them."""
+        """Lets the learners continue after the last update, beginning with the events that waited for them."""
         records, self._records = self._records, None
         assert records is not None
         records.wake_up()
         self._making.settle()
         self._events.extendleft(reversed(self._postponed))
         self._postponed.clear()
-        for role, actions in records.go_on(self._clock()):
+        for role, actions in records.resume(self._clock()):
             for action in actions:
                 self._do(role, action)
         return True

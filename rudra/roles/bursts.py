@@ -1,11 +1,11 @@
 """Records of a bank whose learners make several updates at once, without being asked in between.
 
 Usually a learner is asked after its gradient, its step and each average. A small device computes all of them in less
-time. So if all learners of the run are on one rank, and nothing but further updates is due, the rank makes a *burst* of
+time. So if all learners of the run are on one rank, and only further updates are due, the rank makes a *burst* of
 updates. One object then keeps the records of all learners, in columns, and the learners sleep. They are woken up for
 everything else: an update that ends an epoch, makes a checkpoint or changes the job, a message, a stop.
 
-A burst gives the bits that the learners would give, and the rows.
+A burst gives bitwise the same weights, and the same rows, as learners that are asked.
 """
 
 from collections import deque
@@ -25,7 +25,7 @@ Integers = npt.NDArray[np.int64]
 
 
 class BankRecords:
-    """Records of all learners of the run, from a moment in which each of them waits for its next mini-batch.
+    """Records of all learners of the run, begun when each of them waits for its next mini-batch.
 
     Args:
         learners: The learners that take part, in learner order. The first one reports, and decides for all.
@@ -43,7 +43,7 @@ class BankRecords:
         self._firsts, self._strides = np.array([(work.first, work.stride) for work in works]).T
         self._samples = np.array([work.count for work in works])
         self._reports_minibatches = self._leader.ledger.rules.job.results.minibatches
-        # Tables with room for the longest burst. What stays the same is in them already.
+        # Tables with room for the longest burst. They already hold the numbers that never change.
         numbers, m = [learner.log.learner for learner in learners], len(learners)
         self._gradients = np.zeros((MOST_UPDATES, m), records.GRADIENT)
         self._gradients["learner"], self._gradients["scale"] = numbers, 1.0
@@ -123,7 +123,7 @@ class BankRecords:
         updates = self._updates[:count]
         updates["timestamp"], updates["epoch"] = before + 1, ledger.epoch + 1
         updates["learning_rate"], updates["digest"] = self._rates.popleft()[:count], event.digests
-        updates["time_s"], updates["update_s"] = ends, event.average_s / count
+        updates["time_s"], updates["update_s"] = ends - event.average_s / count, event.average_s / count
         ledger.enter_burst(gradients.reshape(-1), updates)
         ledger.outbox.extend_by(MessageKind.AVERAGES, averages.reshape(-1))
         self._leader.enter_burst(count, int(event.digests[-1]))
@@ -171,7 +171,7 @@ class BankRecords:
         self._leader.ledger.outbox.extend_by(MessageKind.MINIBATCHES, rows.reshape(-1))
 
     def wake_up(self) -> None:
-        """Tells the learners what has been recorded. Each of them can then go on by itself."""
+        """Tells the learners what has been recorded. Each of them can then continue by itself."""
         compute_s, wait_s, step_s = self._spent.tolist()
         for learner in self._learners:
             learner.follow_burst(self._leader, self._made)
@@ -179,7 +179,7 @@ class BankRecords:
         self._made = 0
         self._spent[:] = 0.0
 
-    def go_on(self, now: float) -> Iterator[tuple[int, list[Action]]]:
+    def resume(self, now: float) -> Iterator[tuple[int, list[Action]]]:
         """Yields the actions of each learner that begin its next mini-batch, after `wake_up`."""
         for learner in self._learners:
             yield learner.id, learner.begin_minibatch(now)

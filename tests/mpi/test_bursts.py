@@ -22,7 +22,7 @@ from tests.selection import covering, selected
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
 ASKED = "asked"
-SEEDS = 200
+SEEDS = 250
 """Adverse orders of each job in a campaign."""
 
 

@@ -1,7 +1,7 @@
 """Bursts: updates of averaged replicas that a rank makes without asking its learners in between.
 
-The arithmetic is that of the learners, in their order, so the bits are the same. But there is one central model: the
-learners get it back when they are asked again.
+All learners compute as usual, in the usual order, so the results are bitwise the same. But there is one central model:
+the learners get it back when they are asked again.
 """
 
 import time
@@ -24,6 +24,7 @@ from rudra.core.actions import Burst, Compute, PullReplica, StepReplica, Update
 from rudra.core.buffer_names import DIFFERENCE, GRADIENT, REPLICA, WEIGHTS
 from rudra.core.events import BurstMade, Event, Updated
 from rudra.job.job import Job
+from rudra.probe import probed
 from topologies import Plan
 
 CENTRAL = "central"
@@ -34,7 +35,7 @@ _Events = Generator[Pending | None, None, list[Any]]
 
 
 class BankBursts:
-    """What makes the bursts of a bank.
+    """Maker of the bursts of a bank.
 
     Args:
         learners: Executors of all learners that take part in the run, in learner order. The first one updates the
@@ -56,6 +57,7 @@ class BankBursts:
         self._apart = False  # whether only the first learner has the central model
         self.hurries = False
 
+    @probed
     def begin(self, burst: Burst) -> Made:
         """Begins a burst, or only its first updates."""
         self.hurries, self._apart = False, True
@@ -180,7 +182,7 @@ def _together(works: Sequence[Work]) -> _Events:
 
 
 def bursts_of(job: Job, plan: Plan, learners: Sequence[AveragerExecutor]) -> BankBursts:
-    """Returns what makes bursts.
+    """Returns the maker of bursts of a rank.
 
     Args:
         job: Resolved job.

@@ -1,7 +1,7 @@
 """Updates of a bank that makes each of them by a handful of operations, for all learners at once.
 
-Each list of vectors is one (m, size) matrix for torch's operations on lists. Gradients are those of the form `fused`.
-The last bits may differ from those of a learner by itself.
+Each list of vectors is one (m, size) matrix for torch's operations on lists. The form `fused`
+computes the gradients. The last bits may differ from the results of a learner by itself.
 """
 
 from collections.abc import Sequence

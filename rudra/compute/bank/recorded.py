@@ -72,7 +72,7 @@ class Notes:
     Args:
         period: Mini-batches of each learner in an update, τ.
         counts: Samples of a mini-batch of each learner.
-        width: Numbers that tell which sample is taken.
+        width: Numbers that identify a sample.
         size: Number of elements of the weights.
         device: The device.
 
@@ -113,11 +113,11 @@ class Notes:
 
 
 Do = Callable[[int, Callable[[], object], Sequence[int]], None]
-"""(lane, work, lanes whose work so far must be done before) -> None. Appends work to a lane, as `Lanes.do`."""
+"""(lane, work, lanes whose earlier work must be done before) -> None. Appends work to a lane, as `Lanes.do`."""
 
 
 class Updates(Protocol):
-    """A way in which all learners of a bank make an update: each by itself (`lanes`), or all at once (`matrices`).
+    """Updates by all learners of a bank: each learner by itself (`lanes`), or all at once (`matrices`).
 
     Attributes:
         lanes: Lanes of the learners, without lane 0.
@@ -280,7 +280,7 @@ class RecordedBursts:
         return found
 
     def _vectors(self) -> list[torch.Tensor]:
-        """Returns all vectors that an update reads or writes, in memory that nobody else reads."""
+        """Returns all vectors that an update reads or writes, in memory without other readers."""
         found = [self._first.buffer(WEIGHTS).vector]
         for executor in self._learners:
             found.append(executor.buffer(REPLICA).vector)

@@ -38,7 +38,7 @@ class Lanes:
         Args:
             lane: Number of the lane.
             work: Uses the device.
-            after: Lanes whose work so far must be done before.
+            after: Lanes whose earlier work must be done before.
         """
         work()
 
