@@ -64,7 +64,7 @@ BENCHMARKS = {  # name -> comparison and goal
         "none: cluster.bank = 'auto' takes the fastest form",
     ),
     "bank_records": (
-        "time of the host for the records of a bank whose learners compute nothing, in bursts of 1 and of 64 updates",
+        "time of the host for the records of a bank whose learners compute nothing, in bursts of 1 and 64 updates",
         "per update: <= 60 µs + 4 µs a learner, <= 5 µs in bursts of 64; >= 200,000 rows/s",
     ),
     "growth": (
