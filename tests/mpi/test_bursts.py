@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import user_code
 from burst_runs import batchnorm, burst_runs
 from processes import finish, replays, run_until, start
@@ -149,6 +150,26 @@ def test_a_run_that_is_stopped_in_a_burst_can_be_resumed_and_replayed(tmp_path: 
     assert finish(start("run", job, "--output", straight))[0] == 0
     with rudra.open_results(output) as one, rudra.open_results(straight) as other:
         assert one.summary()["weights_sha256"] == other.summary()["weights_sha256"]
+
+
+ASKS = "import rudra.mpi.driver; rudra.mpi.driver.makes_bursts = lambda *_: False"
+"""Line of Python after which ranks ask their learners for each step."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bank", ["loop", "graphs"])
+def test_recorded_bursts_on_a_gpu_give_the_weights_of_a_run_whose_learners_are_asked(tmp_path: Path, bank: str) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no GPU here")
+    job, found = tmp_path / "job.toml", set()
+    text = JOB.format(epochs=3, rate=0.02).replace('bank = "loop"', f'bank = "{bank}"\ndevice = "cuda"')
+    job.write_text(text)
+    for name, before in (("bursts", "pass"), ("asked", ASKS)):
+        code, _, err = finish(start("run", job, "--output", tmp_path / f"{name}.h5", before=before))
+        assert code == 0, err
+        with rudra.open_results(tmp_path / f"{name}.h5") as results:
+            found.add(results.summary()["weights_sha256"])
+    assert len(found) == 1
 
 
 def test_a_loss_that_is_not_finite_in_a_burst_names_learner_and_minibatch(tmp_path: Path) -> None:
