@@ -11,7 +11,7 @@ import torch
 
 from rudra.compute.averaging import CHUNK, slices
 from rudra.compute.device.devices import kind_of, selection
-from rudra.compute.device.faults import set_deterministic
+from rudra.compute.device.faults import exhausted, set_deterministic
 from rudra.compute.device.kind import CPU
 from rudra.compute.device.streams import Pending
 from rudra.compute.rows import RowFormat
@@ -78,6 +78,14 @@ def performs(action: type[ExecutorAction]) -> Callable[[Does], Does]:
 def _marked(cls: type) -> dict[type[ExecutorAction], str]:
     """Maps each action to the name of the method that performs it in a class."""
     return {method.performs: name for name, method in vars(cls).items() if hasattr(method, "performs")}
+
+
+def _to_the_end(work: Iterator[Event | Pending | None], action: ExecutorAction) -> Iterator[Event | Pending | None]:
+    """Yields what the work of an action yields. If memory is exhausted, the event for it is the last one."""
+    try:
+        yield from work
+    except Exception as error:
+        yield exhausted(error, action)
 
 
 class Executor:
@@ -165,10 +173,14 @@ class Executor:
         """Performs a local action.
 
         Yields:
-            None after each piece of long work but the last, work of a device as long as it is not done, then an event.
+            None after each piece of long work but the last, work of a device as long as it is not done, then an event:
+            `MemoryExhausted` if memory does not suffice.
         """
-        done = getattr(self, self._METHODS[type(action)])(action)
-        return done if isinstance(done, Iterator) else iter((done,))
+        try:
+            done = getattr(self, self._METHODS[type(action)])(action)
+        except Exception as error:
+            done = exhausted(error, action)
+        return _to_the_end(done, action) if isinstance(done, Iterator) else iter((done,))
 
     def make_room(self, action: ExecutorAction) -> None:
         """Renews the buffers that an action changes, so that it may run while others read their old content."""

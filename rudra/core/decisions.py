@@ -35,9 +35,9 @@ def pieces(text: str) -> list[str]:
     return [text[start : start + _PIECE] for start in range(0, len(text), _PIECE)]
 
 
-def in_events(kind: bytes, text: str, timestamp: int, gradients: int, time_s: float) -> Rows:
-    """Returns events with a JSON text, `records.EVENT`."""
-    about = (kind, -1, 0, timestamp, gradients, time_s, 0.0)
+def in_events(kind: bytes, text: str, timestamp: int, gradients: int, time_s: float, role: int = -1) -> Rows:
+    """Returns events with a text of ASCII characters, `records.EVENT`."""
+    about = (kind, role, 0, timestamp, gradients, time_s, 0.0)
     return np.array([(*about, piece.encode()) for piece in pieces(text)], records.EVENT)
 
 
@@ -88,14 +88,17 @@ def tables_of(decided: DecidedChange) -> str:
 
 def taken_effect(decided: DecidedChange) -> str:
     """Returns the text that records a decided change that has taken effect."""
-    return json.dumps({"place": decided.place, **json.loads(decided.change)})
+    restarts = {"restarts": True} if decided.restarts else {}
+    return json.dumps({"place": decided.place, **restarts, **json.loads(decided.change)})
 
 
 def recorded(events: Rows) -> tuple[DecidedChange, ...]:
     """Returns the decided changes of a run that have taken effect, from its table of events."""
     found = [value for value in from_events(events, b"decided") if isinstance(value, dict)]
     places = [place if isinstance(place := value.pop("place", None), int) else 0 for value in found]
-    return tuple(DecidedChange(json.dumps(value), place) for place, value in zip(places, found, strict=True))
+    restarts = [value.pop("restarts", None) is True for value in found]
+    texts = map(json.dumps, found)
+    return tuple(DecidedChange(*about) for about in zip(texts, places, restarts, strict=True))
 
 
 def is_possible(decided: DecidedChange) -> bool:

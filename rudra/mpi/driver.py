@@ -385,6 +385,7 @@ class Rank:
             case Fail():
                 failure = RunError(action.text)
                 failure.lost = action.lost
+                failure.cause = "" if action.cause is None else self.plan.roles[action.cause].title
                 raise failure
             case Halt():
                 self._roles.running.discard(role)

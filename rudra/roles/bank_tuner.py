@@ -80,6 +80,26 @@ class BankTuner:
         self._follow(next_size(self._growth, self._measured, self._most))
         return measured
 
+    def lacks_memory(self, learners: int) -> bool:
+        """Returns whether it is known that memory does not suffice for this number of learners of all devices."""
+        return Measurement(learners // self._devices, 0.0) in self._measured
+
+    def give_back(self, learners: int) -> Measurement | None:
+        """Returns to a smaller number of learners, because memory does not suffice for the present one.
+
+        Args:
+            learners: present number of learners of all devices.
+
+        Returns:
+            The measurement that says so. None: no smaller number was measured, or the growth did not choose this one.
+        """
+        m, rest = divmod(learners, self._devices)
+        if rest or m not in (self.learners, self._before) or all(each.learners >= m for each in self._measured):
+            return None
+        self._measured.append(found := Measurement(m, 0.0))
+        self._follow(next_size(self._growth, self._measured, self._most))
+        return found
+
     @property
     def change(self) -> str:
         """JSON of the change of the job that gives each device its number of learners."""

@@ -34,6 +34,7 @@ from rudra.core.messages import (
     LearnerRows,
     MessageKind,
     MinibatchRows,
+    RoleExhausted,
     RowsFlushed,
     RunStopped,
     Snapshot,
@@ -94,6 +95,7 @@ class StatisticsServer(Machine):
                 MessageKind.EPOCH_EVALUATED: "_evaluated_by_workers",
                 MessageKind.EVENTS: "_events",
                 MessageKind.CHECKPOINT: "_checkpoint",
+                MessageKind.EXHAUSTED: "_exhausted_elsewhere",
                 MessageKind.REPORTED: "_stage_reported",
                 Decided: "_decide",
                 Lost: "_lose",
@@ -274,6 +276,9 @@ class StatisticsServer(Machine):
 
     def _decide(self, event: Decided, now: float) -> list[Action]:
         return self._decisions.enter(event) + self._flush_rows()
+
+    def _exhausted_elsewhere(self, event: Received[RoleExhausted], now: float) -> list[Action]:
+        return self._decisions.exhausted(event.message)
 
     # Checkpoints.
 

@@ -419,7 +419,8 @@ class Simulation:
         self._later(max(self.queue.now, actor.busy_until), actor.take, actor, event)
 
     def _fail(self, actor: Actor, action: Fail, time: float) -> None:
-        failure = RunError(f"{actor.machine.name}: {action.text}")
+        name = actor.machine.name if action.cause is None else self.plan.roles[action.cause].name
+        failure = RunError(f"{name}: {action.text}")
         failure.lost = action.lost
         raise failure
 

@@ -90,6 +90,30 @@ def test_measurements_before_a_checkpoint_are_known_after_it() -> None:
     assert not tuner.enter(rows(1, steps(400, 0.1)))
 
 
+def test_memory_limits_a_bank_to_what_was_measured_before() -> None:
+    tuner = BankTuner(setup_of(make_job()))
+    assert tuner.give_back(1) is None, "nothing smaller was measured"
+    tuner.enter(rows(1, steps(WHOLE, 0.1)))
+    assert tuner.give_back(7) is None, "the growth did not choose seven"
+    assert not tuner.lacks_memory(2)
+    found = tuner.give_back(2)
+    assert found == (2, 0.0)
+    assert (tuner.learners, tuner.ended, tuner.lacks_memory(2)) == (1, True, True)
+    assert json.loads(tuner.change) == {"cluster": {"active_learners": 1}}
+    again = BankTuner(setup_of(make_job()))
+    again.recall([(1, 40.0), *measurements(in_events(b"measured", measured_text(*found), 0, 0, 0.0))])
+    assert (again.learners, again.ended) == (1, True)
+
+
+def test_memory_that_is_short_later_ends_at_a_size_before() -> None:
+    tuner = BankTuner(setup_of(make_job(cluster={"growth": "one", "learners": 2})))
+    for m in (1, 2):
+        tuner.enter(rows(m, steps(WHOLE, 0.1)))
+    assert (tuner.learners, tuner.ended) == (2, True)
+    assert tuner.give_back(2) == (2, 0.0)
+    assert tuner.learners == 1
+
+
 def test_growth_ends_when_something_else_changes_the_learners() -> None:
     tuner = BankTuner(setup_of(make_job()))
     tuner.enter(rows(1, steps(WHOLE, 0.1)))
