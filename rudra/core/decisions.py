@@ -5,8 +5,10 @@ A decided change is JSON of a table `[[changes]]`. A table of events holds it in
 
 import json
 import math
-from typing import Any
+from contextlib import suppress
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from rudra.core import records
@@ -54,24 +56,57 @@ def from_events(events: Rows, kind: bytes) -> list[Any]:
     return found
 
 
-def measured_text(learners: int, images_per_s: float) -> str:
-    """Returns JSON of a measurement of banks that grow.
+class MeasuredBanks(NamedTuple):
+    """Measurement of banks that grow.
 
-    Args:
-        learners: Number of learners on each device.
-        images_per_s: Samples of all learners in a second.
+    Attributes:
+        sizes: Number of active learners of each bank, in the order of ranks. One number: of each.
+        images_per_s: Samples of all learners in a second. 0: memory does not suffice for a bank.
+        update_s: Seconds of each bank for its part of an update, if the devices are unequal.
+        lacking: Place of the bank whose memory does not suffice, if the devices are unequal. -1: none.
     """
-    return json.dumps({"learners_per_device": learners, "images_per_s": round(images_per_s, 3)})
+
+    sizes: tuple[int, ...]
+    images_per_s: float
+    update_s: tuple[float, ...] = ()
+    lacking: int = -1
+
+    @property
+    def size(self) -> int | str:
+        """Number of learners of each bank: one number, or several as text."""
+        return self.sizes[0] if len(self.sizes) == 1 else "+".join(map(str, self.sizes))
+
+    @property
+    def text(self) -> str:
+        """JSON of the measurement."""
+        sizes = self.sizes[0] if len(self.sizes) == 1 else self.sizes
+        found: dict[str, Any] = {"learners_per_device": sizes, "images_per_s": round(self.images_per_s, 3)}
+        if self.update_s:
+            found["update_s"] = [float(f"{seconds:.6g}") for seconds in self.update_s]
+        if self.lacking >= 0:
+            found["lacking"] = self.lacking
+        return json.dumps(found)
 
 
-def measurements(events: Rows) -> list[tuple[int, float]]:
-    """Returns the measurements in a table of events: arguments of `measured_text`."""
+def measurements(events: Rows) -> list[MeasuredBanks]:
+    """Returns the measurements in a table of events."""
     found = []
     for value in from_events(events, b"measured"):
-        match value:
-            case {"learners_per_device": int(learners), "images_per_s": float(images_per_s)}:
-                found.append((learners, images_per_s))
+        with suppress(msgspec.ValidationError):
+            row = msgspec.convert(value, _Measured)
+            sizes = row.learners_per_device
+            sizes = sizes if isinstance(sizes, tuple) else (sizes,)
+            found.append(MeasuredBanks(sizes, row.images_per_s, row.update_s, row.lacking))
     return found
+
+
+class _Measured(msgspec.Struct):
+    """JSON of a measurement."""
+
+    learners_per_device: int | tuple[int, ...]
+    images_per_s: float
+    update_s: tuple[float, ...] = ()
+    lacking: int = -1
 
 
 def start_of(decided: DecidedChange) -> Boundary:

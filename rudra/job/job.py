@@ -175,7 +175,7 @@ class Job(JobFields):
         m = self.cluster.bank_size
         if m is None or not self.cluster.grows:
             return self
-        active = self.cluster.active_learners or self.learners // m
+        active: int | tuple[int, ...] = self.cluster.active_learners or self.learners // m
         fixed = {"learners_per_device": m, "most_learners_per_device": None, "growth": "double"}
         return self.with_(cluster={**fixed, "active_learners": active})
 

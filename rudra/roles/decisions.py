@@ -17,7 +17,7 @@ from typing import Protocol
 from msgspec import structs
 
 from rudra.core.actions import Action, Fail, Record, Send, Warn
-from rudra.core.decisions import LONGEST, in_events, in_texts, measured_text, tables_of, text_of
+from rudra.core.decisions import LONGEST, MeasuredBanks, in_events, in_texts, tables_of, text_of
 from rudra.core.events import Decided
 from rudra.core.messages import ChangeDecided, RoleExhausted, Rows
 from rudra.core.training_state import TrainingState
@@ -54,12 +54,12 @@ class Decisions:
         self._tuner = BankTuner(setup) if setup.job.cluster.grows else None
         self.awaited = 0
 
-    def recall(self, texts: Sequence[str], measured: Sequence[tuple[int, float]]) -> None:
+    def recall(self, texts: Sequence[str], measured: Sequence[MeasuredBanks]) -> None:
         """Takes note of the decisions from before the checkpoint that the run resumes from.
 
         Args:
             texts: JSON of the changes.
-            measured: measurements of banks that grow: learners on each device, samples per second.
+            measured: measurements of banks that grow.
         """
         self._texts = max(self._texts, [*texts], key=len)
         if self._tuner is not None:
@@ -97,28 +97,34 @@ class Decisions:
         If that is not possible, the owner of the weights makes a checkpoint and ends the run.
         """
         text, tuner = text_of(message.rows), self._tuner
-        if tuner is not None and tuner.lacks_memory(message.learners):  # another role has said so
+        about = message.role, message.learners
+        if tuner is not None and tuner.lacks_memory(*about):  # another role has said so
             return []
-        found = None if tuner is None else tuner.give_back(message.learners)
+        found = None if tuner is None else tuner.give_back(*about)
         if tuner is None or found is None:
             owner = Send(self._owners[0], structs.replace(message, sender=self._role))
             return [self._event(b"memory", text, message.role), owner]
-        text = f"{text.partition('; use ')[0]}; from now on learners of each device: {tuner.learners}"
-        measured = self._event(b"measured", measured_text(*found))
+        text = f"{text.partition('; use ')[0]}; from now on learners of each device: {tuner.text}"
+        measured = self._event(b"measured", found.text)
         warned = Warn(f"{self._titles[message.role]}: {text}")
         memory = self._event(b"memory", text, message.role)
         return [memory, measured, warned, *self._decide(tuner.change, at_once=True)]
+
+    def time(self, rows: Rows) -> None:
+        """Takes in rows of mini-batches."""
+        if self._tuner is not None:
+            self._tuner.time(rows)
 
     def measure(self, rows: Rows) -> list[Action]:
         """Takes in rows of updates. If they complete a measurement of the banks, it decides about their size."""
         self._latest = int(rows["timestamp"][-1]), float(rows["time_s"][-1])
         if self._tuner is None or self._tuner.ended:
             return []
-        before = self._tuner.learners
+        before = self._tuner.sizes
         if (found := self._tuner.enter(rows)) is None:
             return []
-        grows = self._tuner.learners != before
-        measured = self._event(b"measured", measured_text(*found))
+        grows = self._tuner.sizes != before
+        measured = self._event(b"measured", found.text)
         return [measured, *(self._decide(self._tuner.change) if grows else [])]
 
     def _decide(self, change: str, *, at_once: bool = False) -> list[Action]:

@@ -76,7 +76,7 @@ def test_growth_ends_where_a_sweep_in_the_same_sitting_does(tmp_path: Path) -> N
 def test_banks_give_back_the_learners_that_memory_does_not_hold(tmp_path: Path) -> None:
     path, two_banks = tmp_path / "out.h5", {"learners": 8, "most_learners_per_device": 4}
     job = make_job("fused", model=user_code.Cramped).with_(
-        training={"epochs": 1}, cluster=two_banks, data={"train_limit": 320}
+        training={"epochs": 1}, cluster=two_banks, data={"train_limit": 320}, results={"minibatches": False}
     )
     on_ranks(user_code.train_as_needed, 1, jobs={str(path): job})
     with rudra.open_results(path) as results:

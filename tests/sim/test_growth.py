@@ -235,6 +235,40 @@ def test_a_bank_that_cannot_be_smaller_ends_the_run(
     assert checkpoint.read(checkpoint.path_of(path))[0].position.timestamp == 5
 
 
+def unequal(**tables: Any) -> rudra.Job:
+    """Two devices, of which the second one takes four times as long. Both hold two learners without taking longer."""
+    cluster = {"learners": 16, "most_learners_per_device": 8}
+    slow = dict.fromkeys(range(8, 16), 4.0)
+    return make_job(bank_s={1: 0.010, 2: 0.010, 8: 0.040}, cluster=cluster, simulation={"slowdown": slow}, **tables)
+
+
+def test_each_of_unequal_devices_gets_its_own_number_of_learners(tmp_path: Path) -> None:
+    with timed(unequal(), tmp_path / "run.h5") as results:
+        found = {tuple(each["learners_per_device"]): each["images_per_s"] for each in told(results, b"measured")}
+        fast, slow = list(found)[-1]
+        assert slow <= 2
+        assert fast >= 6
+        assert found[fast, slow] >= 1.5 * max(speed for (one, other), speed in found.items() if one == other)
+        last = results.gradients["learner"][results.gradients["update"] == results.updates["timestamp"][-1]]
+        assert {*last} == {*range(fast), *range(8, 8 + slow)}
+        assert f"{fast}+{slow}: " in summary_table(results.summary())
+
+
+def test_memory_limits_one_of_unequal_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, path = unequal(), tmp_path / "run.h5"
+    with monkeypatch.context() as patch:
+        exhaust(patch, job.plan().whole.learners[3], 1)
+        with rudra.simulate(job, output=path, progress="quiet") as results:
+            assert results.status == "finished"
+            (lacking,) = [each for each in told(results, b"measured") if not each["images_per_s"]]
+            assert (lacking["learners_per_device"][0], lacking["lacking"]) == (4, 0)
+            decided = [each["cluster"]["active_learners"] for each in told(results, b"decided")]
+            assert decided[-1][0] == 2
+            losses = results.epochs["train_loss"]
+            assert np.all(np.diff(losses) < 0.1 * losses[0]), "through each change"
+    assert rudra.replay(path, quiet=True).identical
+
+
 def test_a_given_elasticity_bounds_the_bank(tmp_path: Path) -> None:
     """With k replicas and an outer momentum of 0.9, averages diverge from α(k + 1.9) = 3.8 on."""
     job = make_job(bank_s={1: 0.01, 16: 0.010001}, averaging={"elasticity": 0.4})
