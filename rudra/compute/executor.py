@@ -80,14 +80,6 @@ def _marked(cls: type) -> dict[type[ExecutorAction], str]:
     return {method.performs: name for name, method in vars(cls).items() if hasattr(method, "performs")}
 
 
-def _to_the_end(work: Iterator[Event | Pending | None], action: ExecutorAction) -> Iterator[Event | Pending | None]:
-    """Yields what the work of an action yields. If memory is exhausted, the event for it is the last one."""
-    try:
-        yield from work
-    except Exception as error:
-        yield exhausted(error, action)
-
-
 class Executor:
     """Buffers and arithmetic of one role. Each local action is performed by the method that `performs` marks.
 
@@ -173,14 +165,18 @@ class Executor:
         """Performs a local action.
 
         Yields:
-            None after each piece of long work but the last, work of a device as long as it is not done, then an event:
-            `MemoryExhausted` if memory does not suffice.
+            None after each piece of long work but the last, work of a device as long as it is not done, then an event.
         """
+        done = getattr(self, self._METHODS[type(action)])(action)
+        return done if isinstance(done, Iterator) else iter((done,))
+
+    def attempt(self, action: ExecutorAction) -> Iterator[Event | Pending | None]:
+        """Performs a local action like `perform`. If memory does not suffice, the last event is `MemoryExhausted`."""
         try:
-            done = getattr(self, self._METHODS[type(action)])(action)
+            done = self.perform(action)
         except Exception as error:
-            done = exhausted(error, action)
-        return _to_the_end(done, action) if isinstance(done, Iterator) else iter((done,))
+            return iter((exhausted(error, action),))
+        return _to_the_end(done, action)
 
     def make_room(self, action: ExecutorAction) -> None:
         """Renews the buffers that an action changes, so that it may run while others read their old content."""
@@ -437,3 +433,11 @@ class Executor:
 
 
 Executor._METHODS = _marked(Executor)
+
+
+def _to_the_end(work: Iterator[Event | Pending | None], action: ExecutorAction) -> Iterator[Event | Pending | None]:
+    """Yields what the work of an action yields. If memory is exhausted, the event for it is the last one."""
+    try:
+        yield from work
+    except Exception as error:
+        yield exhausted(error, action)

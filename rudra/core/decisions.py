@@ -16,9 +16,10 @@ from rudra.core.messages import Rows
 from rudra.core.training_state import DecidedChange
 from rudra.job.boundary import Boundary
 
-_PIECE = records.TEXT["text"].itemsize
+WIDTH = records.TEXT["text"].itemsize
+"""Largest number of characters of a row of text."""
 
-LONGEST = 6 * _PIECE
+LONGEST = 6 * WIDTH
 """Largest number of characters of a decided change, which one message holds."""
 
 
@@ -34,7 +35,7 @@ def text_of(rows: Rows) -> str:
 
 def pieces(text: str) -> list[str]:
     """Returns the parts of a text that fit into a row each."""
-    return [text[start : start + _PIECE] for start in range(0, len(text), _PIECE)]
+    return [text[start : start + WIDTH] for start in range(0, len(text), WIDTH)]
 
 
 def in_events(kind: bytes, text: str, timestamp: int, gradients: int, time_s: float, role: int = -1) -> Rows:

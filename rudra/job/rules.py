@@ -813,18 +813,18 @@ def active_learners(part: JobPart) -> Iterator[str]:
     job, plan, active = part.job, part.plan, part.job.cluster.active_learners
     if active is None and not job.cluster.grows:
         return
-    by_rank = isinstance(active, tuple)
-    key = f"active_learners = {short(list(active) if isinstance(active, tuple) else active)}"
-    on = f"[cluster] {key if active else job.cluster.bank_key} is not supported with"
+    given = short(list(active) if isinstance(active, tuple) else active)
+    key = f"active_learners = {given}" if active else job.cluster.bank_key
+    on = f"[cluster] {key} is not supported with"
     if isinstance(active, int) and active > plan.learner_numbers:
         yield f"{on} {plan.learner_numbers} learners; use 1 to {plan.learner_numbers}"
-    if by_rank and job.cluster.bank_size is None:
-        yield f"[cluster] {key} needs banks; use learners_per_device, or a number"
-    elif isinstance(active, tuple):
-        ranks, m = len(plan.whole.ranks_with_learners), job.cluster.bank_size or 1
-        if len(active) != ranks:
-            yield f"[cluster] {key} has {len(active)} numbers for {ranks} ranks with learners; use one for each"
-        if max(active) > m:
+    if isinstance(active, tuple):
+        m, ranks = job.cluster.bank_size, len(plan.whole.ranks_with_learners)
+        if m is None:
+            yield f"{on} learners that have no banks; use learners_per_device, or one number"
+        elif len(active) != ranks:
+            yield f"{on} {ranks} ranks with learners; use {ranks} numbers"
+        elif max(active) > m:
             yield f"{on} banks of {m} learners; use 1 to {m} for each"
     if plan.window:
         yield f"{on} [hogbatch] weights = 'shared', which all workers update in place; use weights = 'server'"

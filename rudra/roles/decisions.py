@@ -17,7 +17,7 @@ from typing import Protocol
 from msgspec import structs
 
 from rudra.core.actions import Action, Fail, Record, Send, Warn
-from rudra.core.decisions import LONGEST, MeasuredBanks, in_events, in_texts, tables_of, text_of
+from rudra.core.decisions import LONGEST, WIDTH, MeasuredBanks, in_events, in_texts, tables_of, text_of
 from rudra.core.events import Decided
 from rudra.core.messages import ChangeDecided, RoleExhausted, Rows
 from rudra.core.training_state import TrainingState
@@ -103,11 +103,11 @@ class Decisions:
         found = None if tuner is None else tuner.give_back(*about)
         if tuner is None or found is None:
             owner = Send(self._owners[0], structs.replace(message, sender=self._role))
-            return [self._event(b"memory", text, message.role), owner]
+            return [self._event(b"memory", text[:WIDTH], message.role), owner]
         text = f"{text.partition('; use ')[0]}; from now on learners of each device: {tuner.text}"
         measured = self._event(b"measured", found.text)
         warned = Warn(f"{self._titles[message.role]}: {text}")
-        memory = self._event(b"memory", text, message.role)
+        memory = self._event(b"memory", text[:WIDTH], message.role)
         return [memory, measured, warned, *self._decide(tuner.change, at_once=True)]
 
     def time(self, rows: Rows) -> None:

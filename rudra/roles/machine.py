@@ -6,7 +6,7 @@ from enum import Enum
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from rudra.core.actions import Action, Fail, Halt, Send
-from rudra.core.decisions import in_texts
+from rudra.core.decisions import LONGEST, in_texts
 from rudra.core.events import Event, Lost, MemoryExhausted, Received
 from rudra.core.messages import MESSAGES, MessageKind, RoleExhausted, Shutdown
 from rudra.core.phases import Phase, Phases
@@ -204,8 +204,8 @@ class Machine:
         """Tells the statistics server that an action of this role has no result. It decides how the run continues."""
         if self.id == self.plan.statistics or (event.harms and self.id in self.plan.owners):
             return [Fail(event.text, cause=self.id)]
-        about = self.id, len(self.plan.learners), in_texts(event.text.encode("ascii", "replace").decode())
-        return [Send(self.plan.statistics, RoleExhausted(self.id, *about))]
+        text = event.text.encode("ascii", "replace")[:LONGEST].decode()
+        return [Send(self.plan.statistics, RoleExhausted(self.id, self.id, len(self.plan.learners), in_texts(text)))]
 
     def _ignore(self, event: Any, now: float) -> list[Action]:
         """Ignores an event that comes too late to matter."""

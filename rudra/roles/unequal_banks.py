@@ -1,8 +1,8 @@
 """Growth of banks whose devices are unequal: a number of learners for each.
 
 All banks make an update together, so the slowest one determines its time. Each bank first grows by its own samples per
-second, at the same time as the others. Then all get the numbers with which the run is fastest: as many learners as
-compute in the time of an update. The last measurement checks it.
+second, at the same time as the others. Then the measured times of all banks give the fastest numbers together: as many
+learners as a bank can compute in the time of an update. The last measurement checks them.
 """
 
 import math
@@ -12,7 +12,7 @@ from rudra.core.decisions import MeasuredBanks
 from rudra.roles.growth import NEAR, Measurement, NextSize, next_size
 
 UNEQUAL = 1.5
-"""Ratio of the times of the slowest and the fastest device for one learner from which devices count as unequal."""
+"""Least ratio of the times of the slowest and the fastest device for one learner, if devices are unequal."""
 
 
 def are_unequal(update_s: Sequence[float]) -> bool:
@@ -89,7 +89,7 @@ class UnequalBanks:
 def fastest_together(
     tables: Sequence[Mapping[int, float]], limits: Sequence[int], stable: int = 2**31
 ) -> tuple[int, ...]:
-    """Returns the numbers of learners with which banks that make updates together have the most samples per second.
+    """Returns the fastest numbers of learners, in samples per second, of banks that make updates together.
 
     Of the numbers within 10 % of the best it takes the smallest ones.
 

@@ -13,7 +13,6 @@ import torch
 from msgspec import structs
 
 from rudra.compute.averaging import average
-from rudra.compute.device.faults import exhausted
 from rudra.compute.device.streams import finished
 from rudra.compute.executor import Executor
 from rudra.compute.half import from_half, to_half
@@ -123,10 +122,7 @@ class RealTensors:
             case Hash() if not isinstance(self._executors[role], PieceExecutor):
                 return Hashed(self.sha256(role, action.buffer))
             case Compute():
-                try:
-                    return self.compute(role, action)
-                except Exception as error:
-                    return exhausted(error, action)
+                return self.compute(role, action)
             case RunFirstStage() | BackpropFirstStage() | RunLastStage():
                 for field_ in action.changes:
                     name = getattr(action, field_)

@@ -139,7 +139,7 @@ def test_learners_of_each_rank_take_part_by_number() -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no banks": (
         {"learners": 4, "active_learners": [1, 2]},
-        "[cluster] active_learners = [1, 2] needs banks; use learners_per_device, or a number",
+        "[cluster] active_learners = [1, 2] is not supported with learners that have no banks; use learners_per_device",
     ),
     "more than a bank has": (
         {"learners": 4, "learners_per_device": 2, "active_learners": [1, 3]},
@@ -152,7 +152,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "too few": (
         {"learners": 4, "learners_per_device": 2, "active_learners": [1]},
-        "[cluster] active_learners = [1] has 1 numbers for 2 ranks with learners; use one for each",
+        "[cluster] active_learners = [1] is not supported with 2 ranks with learners; use 2 numbers",
     ),
 }
 
