@@ -107,10 +107,12 @@ class RunError(RudraError):
 
     Attributes:
         lost: whether the run failed because a rank died, so that another start may succeed.
+        cause: name and rank of the role that caused it. Empty: the role that fails.
     """
 
     exit_code = 1
     lost = False
+    cause = ""
 
 
 class HookError(RunError):

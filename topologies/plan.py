@@ -1,9 +1,10 @@
 """Plan of a topology: the roles of a run, and their edges for gradients and weights."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any, Self
 
 from topologies.kinds import (
@@ -102,8 +103,8 @@ class Plan:
         scheduled: Whether the parameter server assigns the samples to learners that request work.
         window: Whether learners apply their gradients to shared weights in the memory of a node.
         gone: Ids of roles whose ranks have died. They are still in `roles`, and in no other attribute.
-        active: Number of learners that take part: the first ones that live. The others are dormant. None: all take
-            part.
+        active: Number of learners that take part: the first ones that live. The others are dormant. Several numbers:
+            of each rank with learners. None: all take part.
         evenly: Whether the first learner of each rank comes first, then the second one of each, and so on. Otherwise
             learners come in their order.
         drawn: Roles as the topology made them, if roles are gone or dormant. Otherwise empty.
@@ -120,7 +121,7 @@ class Plan:
     scheduled: bool = False
     window: bool = False
     gone: frozenset[int] = frozenset()
-    active: int | None = None
+    active: int | tuple[int, ...] | None = None
     evenly: bool = False
     drawn: tuple[Role, ...] = field(default=(), repr=False, compare=False)
 
@@ -252,6 +253,8 @@ class Plan:
         if self.active is None:
             return frozenset()
         living = [i for i, role in enumerate(self.roles) if role.kind_traits.trains and i not in self.gone]
+        if isinstance(self.active, tuple):
+            return frozenset(chain.from_iterable(here[count:] for here, count in self._with_numbers(self.active)))
         if self.evenly:
             place: dict[int, int] = {}  # of each learner among those of its rank
             before: Counter[int] = Counter()
@@ -260,6 +263,12 @@ class Plan:
                 before[rank] += 1
             living.sort(key=place.__getitem__)
         return frozenset(living[self.active :])
+
+    def _with_numbers(self, numbers: tuple[int, ...]) -> Iterator[tuple[list[int], int]]:
+        """Yields, for each rank with learners, dead ones too, the ids of those that live, and its number."""
+        learners = [(role.world_rank, i) for i, role in enumerate(self.roles) if role.kind_traits.trains]
+        for rank, number in zip(sorted({rank for rank, _ in learners}), numbers, strict=False):
+            yield [i for its, i in learners if its == rank and i not in self.gone], number
 
     @cached_property
     def whole(self) -> "Plan":
@@ -448,20 +457,24 @@ class Plan:
             raise ValueError("no learner is left")
         return self.whole._present(gone, self.active)
 
-    def with_active(self, learners: int | None, *, evenly: bool = False) -> "Plan":
+    def with_active(self, learners: int | Sequence[int] | None, *, evenly: bool = False) -> "Plan":
         """Returns the plan with a number of active learners: the first ones that live.
 
         Args:
-            learners: Number of learners. None: all.
+            learners: Number of learners, or numbers for each rank with learners. None: all.
             evenly: Whether each rank has as many of them as any other, or one fewer.
         """
         whole = self.whole
+        learners = learners if learners is None or isinstance(learners, int) else tuple(learners)
         return (whole if whole.evenly == evenly else replace(whole, evenly=evenly))._present(self.gone, learners)
 
-    def _present(self, gone: frozenset[int], active: int | None) -> "Plan":
+    def _present(self, gone: frozenset[int], active: int | tuple[int, ...] | None) -> "Plan":
         """Returns the plan of the roles that live and take part. Here all do."""
-        if active is not None and active >= self.learner_numbers:
-            active = None
+        if isinstance(active, tuple):
+            whole = all(number >= len(here) for here, number in self._with_numbers(active))
+        else:
+            whole = active is not None and active >= self.learner_numbers
+        active = None if whole else active
         if not gone and active is None:
             return self
         plan = replace(self, gone=gone, active=active, drawn=self.roles)

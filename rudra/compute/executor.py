@@ -11,7 +11,7 @@ import torch
 
 from rudra.compute.averaging import CHUNK, slices
 from rudra.compute.device.devices import kind_of, selection
-from rudra.compute.device.faults import set_deterministic
+from rudra.compute.device.faults import exhausted, set_deterministic
 from rudra.compute.device.kind import CPU
 from rudra.compute.device.streams import Pending
 from rudra.compute.rows import RowFormat
@@ -169,6 +169,14 @@ class Executor:
         """
         done = getattr(self, self._METHODS[type(action)])(action)
         return done if isinstance(done, Iterator) else iter((done,))
+
+    def attempt(self, action: ExecutorAction) -> Iterator[Event | Pending | None]:
+        """Performs a local action like `perform`. If memory does not suffice, the last event is `MemoryExhausted`."""
+        try:
+            done = self.perform(action)
+        except Exception as error:
+            return iter((exhausted(error, action),))
+        return _to_the_end(done, action)
 
     def make_room(self, action: ExecutorAction) -> None:
         """Renews the buffers that an action changes, so that it may run while others read their old content."""
@@ -429,3 +437,11 @@ class Executor:
 
 
 Executor._METHODS = _marked(Executor)
+
+
+def _to_the_end(work: Iterator[Event | Pending | None], action: ExecutorAction) -> Iterator[Event | Pending | None]:
+    """Yields what the work of an action yields. If memory is exhausted, the event for it is the last one."""
+    try:
+        yield from work
+    except Exception as error:
+        yield exhausted(error, action)

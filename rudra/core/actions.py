@@ -639,10 +639,12 @@ class Fail(Struct, frozen=True, gc=False):
     Attributes:
         text: Line for the user.
         lost: Whether the reason is a dead rank, so that another try may succeed.
+        cause: Id of the role that caused it. None: the role that fails.
     """
 
     text: str
     lost: bool = False
+    cause: int | None = None
 
 
 class Halt(Struct, frozen=True, gc=False):

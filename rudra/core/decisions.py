@@ -5,8 +5,10 @@ A decided change is JSON of a table `[[changes]]`. A table of events holds it in
 
 import json
 import math
-from typing import Any
+from contextlib import suppress
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from rudra.core import records
@@ -14,9 +16,10 @@ from rudra.core.messages import Rows
 from rudra.core.training_state import DecidedChange
 from rudra.job.boundary import Boundary
 
-_PIECE = records.TEXT["text"].itemsize
+WIDTH = records.TEXT["text"].itemsize
+"""Largest number of characters of a row of text."""
 
-LONGEST = 6 * _PIECE
+LONGEST = 6 * WIDTH
 """Largest number of characters of a decided change, which one message holds."""
 
 
@@ -32,12 +35,12 @@ def text_of(rows: Rows) -> str:
 
 def pieces(text: str) -> list[str]:
     """Returns the parts of a text that fit into a row each."""
-    return [text[start : start + _PIECE] for start in range(0, len(text), _PIECE)]
+    return [text[start : start + WIDTH] for start in range(0, len(text), WIDTH)]
 
 
-def in_events(kind: bytes, text: str, timestamp: int, gradients: int, time_s: float) -> Rows:
-    """Returns events with a JSON text, `records.EVENT`."""
-    about = (kind, -1, 0, timestamp, gradients, time_s, 0.0)
+def in_events(kind: bytes, text: str, timestamp: int, gradients: int, time_s: float, role: int = -1) -> Rows:
+    """Returns events with a text of ASCII characters, `records.EVENT`."""
+    about = (kind, role, 0, timestamp, gradients, time_s, 0.0)
     return np.array([(*about, piece.encode()) for piece in pieces(text)], records.EVENT)
 
 
@@ -54,24 +57,57 @@ def from_events(events: Rows, kind: bytes) -> list[Any]:
     return found
 
 
-def measured_text(learners: int, images_per_s: float) -> str:
-    """Returns JSON of a measurement of banks that grow.
+class MeasuredBanks(NamedTuple):
+    """Measurement of banks that grow.
 
-    Args:
-        learners: Number of learners on each device.
-        images_per_s: Samples of all learners in a second.
+    Attributes:
+        sizes: Number of active learners of each bank, in the order of ranks. One number: of each.
+        images_per_s: Samples of all learners in a second. 0: memory does not suffice for a bank.
+        update_s: Seconds of each bank for its part of an update, if the devices are unequal.
+        lacking: Place of the bank whose memory does not suffice, if the devices are unequal. -1: none.
     """
-    return json.dumps({"learners_per_device": learners, "images_per_s": round(images_per_s, 3)})
+
+    sizes: tuple[int, ...]
+    images_per_s: float
+    update_s: tuple[float, ...] = ()
+    lacking: int = -1
+
+    @property
+    def size(self) -> int | str:
+        """Number of learners of each bank: one number, or several as text."""
+        return self.sizes[0] if len(self.sizes) == 1 else "+".join(map(str, self.sizes))
+
+    @property
+    def text(self) -> str:
+        """JSON of the measurement."""
+        sizes = self.sizes[0] if len(self.sizes) == 1 else self.sizes
+        found: dict[str, Any] = {"learners_per_device": sizes, "images_per_s": round(self.images_per_s, 3)}
+        if self.update_s:
+            found["update_s"] = [float(f"{seconds:.6g}") for seconds in self.update_s]
+        if self.lacking >= 0:
+            found["lacking"] = self.lacking
+        return json.dumps(found)
 
 
-def measurements(events: Rows) -> list[tuple[int, float]]:
-    """Returns the measurements in a table of events: arguments of `measured_text`."""
+def measurements(events: Rows) -> list[MeasuredBanks]:
+    """Returns the measurements in a table of events."""
     found = []
     for value in from_events(events, b"measured"):
-        match value:
-            case {"learners_per_device": int(learners), "images_per_s": float(images_per_s)}:
-                found.append((learners, images_per_s))
+        with suppress(msgspec.ValidationError):
+            row = msgspec.convert(value, _Measured)
+            sizes = row.learners_per_device
+            sizes = sizes if isinstance(sizes, tuple) else (sizes,)
+            found.append(MeasuredBanks(sizes, row.images_per_s, row.update_s, row.lacking))
     return found
+
+
+class _Measured(msgspec.Struct):
+    """JSON of a measurement."""
+
+    learners_per_device: int | tuple[int, ...]
+    images_per_s: float
+    update_s: tuple[float, ...] = ()
+    lacking: int = -1
 
 
 def start_of(decided: DecidedChange) -> Boundary:
@@ -88,14 +124,17 @@ def tables_of(decided: DecidedChange) -> str:
 
 def taken_effect(decided: DecidedChange) -> str:
     """Returns the text that records a decided change that has taken effect."""
-    return json.dumps({"place": decided.place, **json.loads(decided.change)})
+    restarts = {"restarts": True} if decided.restarts else {}
+    return json.dumps({"place": decided.place, **restarts, **json.loads(decided.change)})
 
 
 def recorded(events: Rows) -> tuple[DecidedChange, ...]:
     """Returns the decided changes of a run that have taken effect, from its table of events."""
     found = [value for value in from_events(events, b"decided") if isinstance(value, dict)]
     places = [place if isinstance(place := value.pop("place", None), int) else 0 for value in found]
-    return tuple(DecidedChange(json.dumps(value), place) for place, value in zip(places, found, strict=True))
+    restarts = [value.pop("restarts", None) is True for value in found]
+    texts = map(json.dumps, found)
+    return tuple(DecidedChange(*about) for about in zip(texts, places, restarts, strict=True))
 
 
 def is_possible(decided: DecidedChange) -> bool:

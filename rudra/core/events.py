@@ -332,6 +332,18 @@ class Lost(Struct, frozen=True, gc=False):
     role: int
 
 
+class MemoryExhausted(Struct, frozen=True, gc=False):
+    """End of an action without its result: its device, or main memory, had too little room.
+
+    Attributes:
+        text: What to say about it.
+        harms: Whether the action changes weights, so that these may be part old and part new.
+    """
+
+    text: str
+    harms: bool
+
+
 class Tick(Struct, frozen=True, gc=False):
     """Passing of time without another event, for roles that request it (`Machine.tick_s`)."""
 
@@ -362,6 +374,7 @@ Event = (
     | Saved
     | Committed
     | Lost
+    | MemoryExhausted
     | Tick
     | Stopped
 )

@@ -69,6 +69,7 @@ class MessageKind(IntEnum):
     GRADIENT_NORMS = auto()
     UPDATE_NORMS = auto()
     MEASURED = auto()
+    EXHAUSTED = auto()
 
 
 ROWS = {
@@ -89,6 +90,7 @@ ROWS = {
     MessageKind.AVERAGES: records.AVERAGE,
     MessageKind.STAGES: records.STAGE,
     MessageKind.CHANGE_DECIDED: records.TEXT,
+    MessageKind.EXHAUSTED: records.TEXT,
     MessageKind.GRADIENT_NORMS: records.GRADIENT_NORM,
     MessageKind.UPDATE_NORMS: records.UPDATE_NORM,
 }
@@ -526,10 +528,28 @@ class ChangeDecided(Message, frozen=True, gc=False):
     Attributes:
         number: Number of such messages, including this one.
         rows: JSON of the change, `records.TEXT`.
+        at_once: Whether the change takes effect after the present update, which is the last one that can be made. Work
+            under way is dropped.
     """
 
     kind = MessageKind.CHANGE_DECIDED
     number: int
+    rows: Rows
+    at_once: bool = False
+
+
+class RoleExhausted(Message, frozen=True, gc=False):
+    """Role -> statistics server -> owner: memory was exhausted, and an action of a role has no result.
+
+    Attributes:
+        role: Id of the role.
+        learners: Number of learners that take part.
+        rows: What to say about it, `records.TEXT`.
+    """
+
+    kind = MessageKind.EXHAUSTED
+    role: int
+    learners: int
     rows: Rows
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 from typing import NamedTuple, Self
 
+from rudra.core.decisions import start_of
 from rudra.core.schedule import Schedule
 from rudra.core.training_state import DecidedChange, TrainingState
 from rudra.job.boundary import Boundary
@@ -21,6 +22,7 @@ class Phase(NamedTuple):
         plan: Role assignment. All phases have the same roles on the same ranks.
         schedule: Learning rates before modulation.
         text: Description of the changes.
+        restarts: Whether all replicas restart from the weights when it begins.
     """
 
     start: Boundary
@@ -28,6 +30,7 @@ class Phase(NamedTuple):
     plan: Plan
     schedule: Schedule
     text: str = ""
+    restarts: bool = False
 
 
 class Phases(tuple[Phase, ...]):
@@ -60,7 +63,10 @@ class Phases(tuple[Phase, ...]):
         if not decided or self._make is None or self._job is None:
             return self
         if decided not in self._known:
-            self._known[decided] = self._make(self._job.with_decided(decided))
+            made = self._make(self._job.with_decided(decided))
+            restarts = [start_of(each) for each in decided if each.restarts]
+            phases = (phase._replace(restarts=phase.start in restarts) for phase in made)
+            self._known[decided] = Phases(phases, made._job, made._make)
         return self._known[decided]
 
     def tried(self, position: TrainingState, changes: Sequence[str]) -> bool:

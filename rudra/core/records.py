@@ -262,6 +262,7 @@ EVENT_KINDS = {
     "measured": "throughput of the run with a number of learners on each device, as JSON, for the growth of banks",
     "decided": "a decided change took effect: as JSON, the table `[[changes]]` that would do the same, and its place "
     "among the changes",
+    "memory": "a role had too little memory for its work: the error, and what the run does about it",
     "branch": "the run began with the checkpoint of another run",
     "averaging": "all replicas restarted from the weights, because the learning rate dropped",
     "stages": "the stage server added its weights to a snapshot or checkpoint",

@@ -13,10 +13,12 @@ class DecidedChange(NamedTuple):
     Attributes:
         change: JSON of the table `[[changes]]` that would do the same.
         place: Number of changes that took effect before it, planned or decided. -1: it has not taken effect yet.
+        restarts: Whether all replicas restart from the weights when it takes effect.
     """
 
     change: str
     place: int = -1
+    restarts: bool = False
 
 
 class TrainingState(Struct, frozen=True):

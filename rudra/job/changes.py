@@ -160,15 +160,17 @@ def active_text(tables: Mapping[str, Any]) -> str:
     return ", ".join([f"{begin} of {learners} learners", *texts, *(["then banks grow"] if grows else [])])
 
 
-def with_decided(changes: Sequence[JobChange], decided: Iterable[tuple[str, int]]) -> tuple[JobChange, ...]:
+def with_decided(
+    changes: Sequence[JobChange], decided: Iterable[tuple[str, int] | tuple[str, int, bool]]
+) -> tuple[JobChange, ...]:
     """Returns the changes of a job, with changes that were decided during the run in the places where they belong.
 
     Args:
         changes: Planned changes.
-        decided: JSON of each decided change, and the number of changes before it.
+        decided: JSON of each decided change, the number of changes before it, and whether replicas restart.
     """
     found = list(changes)
-    for text, place in decided:
+    for text, place, *_ in decided:
         change = checked(JobChange, json.loads(text), "decided change")
         if place and place <= len(found) and found[place - 1].boundary == change.boundary:
             found[place - 1] = found[place - 1].followed_by(change)

@@ -175,7 +175,7 @@ class Job(JobFields):
         m = self.cluster.bank_size
         if m is None or not self.cluster.grows:
             return self
-        active = self.cluster.active_learners or self.learners // m
+        active: int | tuple[int, ...] = self.cluster.active_learners or self.learners // m
         fixed = {"learners_per_device": m, "most_learners_per_device": None, "growth": "double"}
         return self.with_(cluster={**fixed, "active_learners": active})
 
@@ -300,11 +300,11 @@ class Job(JobFields):
             roles = (replace(role, world_rank=there.world_rank, node=there.node) for role, there in places)
             yield change.boundary, later, later.active(replace(drawn, roles=tuple(roles)))
 
-    def with_decided(self, decided: Iterable[tuple[str, int]]) -> Job:
+    def with_decided(self, decided: Iterable[tuple[str, int] | tuple[str, int, bool]]) -> Job:
         """Returns the job with changes that were decided during a run, as if they had been planned.
 
         Args:
-            decided: JSON of each change, and the number of changes before it.
+            decided: JSON of each change, the number of changes before it, and whether replicas restart.
 
         Raises:
             ConfigError: a change does not fit the job.

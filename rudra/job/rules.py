@@ -20,7 +20,7 @@ import protocols
 import topologies
 from rudra.job.fields import JobFields
 from rudra.job.simulation import PER_BYTE
-from rudra.job.table import named
+from rudra.job.table import named, short
 from rudra.job.tables import OPTIMIZERS, WITH_MOMENTUM, ArgumentsTable
 from rudra.job.transports import IN_MAIN_MEMORY, refused_because
 from topologies.kinds import KINDS, TREE_SERVER
@@ -813,10 +813,19 @@ def active_learners(part: JobPart) -> Iterator[str]:
     job, plan, active = part.job, part.plan, part.job.cluster.active_learners
     if active is None and not job.cluster.grows:
         return
-    key = f"active_learners = {active}" if active else job.cluster.bank_key
+    given = short(list(active) if isinstance(active, tuple) else active)
+    key = f"active_learners = {given}" if active else job.cluster.bank_key
     on = f"[cluster] {key} is not supported with"
-    if active is not None and active > plan.learner_numbers:
+    if isinstance(active, int) and active > plan.learner_numbers:
         yield f"{on} {plan.learner_numbers} learners; use 1 to {plan.learner_numbers}"
+    if isinstance(active, tuple):
+        m, ranks = job.cluster.bank_size, len(plan.whole.ranks_with_learners)
+        if m is None:
+            yield f"{on} learners that have no banks; use learners_per_device, or one number"
+        elif len(active) != ranks:
+            yield f"{on} {ranks} ranks with learners; use {ranks} numbers"
+        elif max(active) > m:
+            yield f"{on} banks of {m} learners; use 1 to {m} for each"
     if plan.window:
         yield f"{on} [hogbatch] weights = 'shared', which all workers update in place; use weights = 'server'"
     if plan.reduction == "mpi":

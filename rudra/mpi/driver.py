@@ -398,6 +398,7 @@ class Rank:
             case Fail():
                 failure = RunError(action.text)
                 failure.lost = action.lost
+                failure.cause = "" if action.cause is None else self.plan.roles[action.cause].title
                 raise failure
             case Halt():
                 self._roles.running.discard(role)
@@ -425,7 +426,7 @@ class Rank:
             executor.make_room(action)
         if isinstance(action, Compute | BackpropFirstStage) and isinstance(executor, LearnerExecutor):
             executor.ready = self._reductions.expect(role, action) or self._traffic.expect(role, action.gradient)
-        work = executor.perform(action)
+        work = executor.attempt(action)
         if action.long:
             self._work.begin(role, work, self._regrouping.in_time(partial(self.announce, role)))
         else:

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -133,7 +134,8 @@ class LongWork:
         for queue in [queue for queue in self._actions if queue[0] in roles]:
             for action in self._actions.pop(queue):
                 if action.pending is not None:
-                    action.pending.numbers()
+                    with suppress(Exception):  # its result is not needed
+                        action.pending.numbers()
 
     def close(self) -> None:
         """Ends the computing thread."""

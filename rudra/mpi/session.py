@@ -196,8 +196,9 @@ class _Session:
             except HookError as error:
                 self._give_up(error.exit_code, error.report.removeprefix("rudra: "))
             except RudraError as error:
-                lost = isinstance(error, RunError) and error.lost
-                self._give_up(error.exit_code, f"{self._ranks.name}: {error.report.removeprefix('rudra: ')}", lost=lost)
+                lost, cause = (error.lost, error.cause) if isinstance(error, RunError) else (False, "")
+                line = f"{cause or self._ranks.name}: {error.report.removeprefix('rudra: ')}"
+                self._give_up(error.exit_code, line, lost=lost)
             except BaseException as error:
                 if text := loss_text(error):
                     self._die(text)

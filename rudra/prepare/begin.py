@@ -11,7 +11,7 @@ from msgspec import structs
 from rudra.compute.carried import carried_state
 from rudra.compute.executor import Executor
 from rudra.compute.owners import OwnerExecutor
-from rudra.core.decisions import from_events, measurements
+from rudra.core.decisions import MeasuredBanks, from_events, measurements
 from rudra.core.hooks import RoleHooks
 from rudra.core.training_state import TrainingState
 from rudra.data.fingerprint import Fingerprint, from_plain
@@ -38,7 +38,7 @@ class Recalling(Protocol):
         tests: Mapping[int, Mapping[str, float | None]],
         kept: Collection[int],
         decisions: Sequence[str],
-        measured: Sequence[tuple[int, float]],
+        measured: Sequence[MeasuredBanks],
     ) -> None: ...
 
 

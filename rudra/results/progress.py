@@ -237,7 +237,7 @@ def _facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _bank_sizes(summary: dict[str, Any]) -> str:
-    sizes = [f"{m}: {images_per_s:,.0f}" for m, images_per_s in summary["bank_sizes"].items()]
+    sizes = [f"{m}: {f'{speed:,.0f}' if speed else 'no memory'}" for m, speed in summary["bank_sizes"].items()]
     return f"learners on each device: samples/s: {', '.join(sizes)}" if sizes else ""
 
 

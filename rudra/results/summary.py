@@ -55,7 +55,7 @@ def summarise(results: RunTables, target: str | None = None, window: int | None 
         "bucket_bytes": attributes.get("bucket_bytes"),  # missing in older files
         "branch": _told(results, b"branch"),
         "changes": _told(results, b"change"),
-        "bank_sizes": dict(measurements(results.events)),
+        "bank_sizes": {found.size: found.images_per_s for found in measurements(results.events)},
         "planned_epochs": job.get("training", {}).get("epochs"),
         "untested_epochs": _untested(job, epochs),
         "epochs": len(epochs),

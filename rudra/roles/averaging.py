@@ -32,7 +32,7 @@ from msgspec import structs
 from protocols import Averaging
 from rudra.core.actions import Action, PullReplica, Reduce, Save, StepReplica
 from rudra.core.buffer_names import DIFFERENCE, GRADIENT, REPLICA, WEIGHTS
-from rudra.core.events import Computed, Lost, Reduced, ReplicaStepped, Started, Updated
+from rudra.core.events import Computed, Reduced, ReplicaStepped, Started, Updated
 from rudra.core.messages import GroupFlags, MessageKind
 from rudra.core.records import Gradient
 from rudra.core.schedule import Schedule
@@ -41,7 +41,7 @@ from rudra.core.work import portion
 from rudra.roles.correcting import correct
 from rudra.roles.learner import THROUGH_STAGE
 from rudra.roles.machine import Setup, States, Transition, self_loops
-from rudra.roles.replica import ALWAYS, AVERAGING, Replica, ReplicaState
+from rudra.roles.replica import ALWAYS, AVERAGING, ENDING, Replica, ReplicaState
 from rudra.roles.sharing import sharing_of
 from topologies import Plan
 
@@ -129,7 +129,11 @@ class Averager(Replica):
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
         **{key: to for key, to in Replica.TRANSITIONS.items() if not {*key} & _NOT_HERE},
         **self_loops((*AVERAGING, POOLING), ALWAYS),
-        **{(state, Lost): Transition("_lose", state, REGROUPING) for state in (*AVERAGING, POOLING)},
+        **{
+            (state, what): Transition(method, state, REGROUPING)
+            for state in (*AVERAGING, POOLING)
+            for what, method in ENDING.items()
+        },
         **self_loops((COMPUTING, STEPPING, HOLDING, REDUCING), {Reduced: "_reduced"}),
         (COMPUTING, Computed): Transition("_step", STEPPING, HOLDING, POOLING),
         (POOLING, Reduced): Transition("_reduced", POOLING, STEPPING, HOLDING),
@@ -365,7 +369,7 @@ class Averager(Replica):
         return self.duties.cycle.save(now) if self._leads else self._save(now)
 
     def _regroup(self, position: TrainingState, now: float) -> list[Action]:
-        self._restarting = not self._replicas_stay
+        self._restarting = not self._replicas_stay(position)
         return super()._regroup(position, now)
 
     # Bursts of updates (`rudra.roles.bursts`).

@@ -9,10 +9,11 @@ The second step begins when all owners have reported the update. An owner's stat
 A kept checkpoint has a second file name, so that other runs can start from it.
 """
 
-from rudra.core.actions import Action, Commit, Save, Send, Warn
+from rudra.core.actions import Action, Commit, Fail, Save, Send, Warn
 from rudra.core.buffer_names import WEIGHTS
+from rudra.core.decisions import text_of
 from rudra.core.events import Committed, Received, Saved
-from rudra.core.messages import CheckpointWritten, RowsFlushed, RunStopped
+from rudra.core.messages import CheckpointWritten, RoleExhausted, RowsFlushed, RunStopped
 from rudra.core.training_state import TrainingState
 from rudra.roles.ledger import Ledger
 
@@ -72,6 +73,7 @@ class CheckpointCycle:
         self._written = False  # whether the file is written, and its rows are not requested yet
         self._kept = position.timestamp if position.steps else -1  # timestamp of the last complete checkpoint, or -1
         self._ending = False
+        self._failure: Fail | None = None  # it follows the last checkpoint
 
     def updated(self, now: float) -> list[Action]:
         """Handles an update, and begins a checkpoint if one is due."""
@@ -151,8 +153,25 @@ class CheckpointCycle:
         self._ending = True
         return self._end(now)
 
+    def fail(self, message: RoleExhausted, now: float, *, alone: bool) -> list[Action]:
+        """Makes a last checkpoint if there are updates since the last one, and then ends the run with an error.
+
+        Args:
+            message: error of a role. Only the first one counts.
+            now: seconds on the driver's clock.
+            alone: as for `save`.
+        """
+        if self._failure is not None:
+            return []
+        self._failure = Fail(text_of(message.rows), cause=message.role)
+        if self.saving is None and max(self._kept, 0) < self._ledger.timestamp:
+            return self.save(now, alone=alone)
+        return self._end(now)
+
     def _end(self, now: float, *, failed: bool = False) -> list[Action]:
         ledger = self._ledger
+        if self._failure is not None and self.saving is None:
+            return [*ledger.outbox.flush(now), self._failure]
         if not self._ending or self.saving is not None:
             return []
         if self._kept < ledger.timestamp and not failed:

@@ -14,10 +14,12 @@ import re
 from collections.abc import Sequence
 from typing import Protocol
 
-from rudra.core.actions import Action, Fail, Record, Send
-from rudra.core.decisions import LONGEST, in_events, in_texts, measured_text, tables_of, text_of
+from msgspec import structs
+
+from rudra.core.actions import Action, Fail, Record, Send, Warn
+from rudra.core.decisions import LONGEST, WIDTH, MeasuredBanks, in_events, in_texts, tables_of, text_of
 from rudra.core.events import Decided
-from rudra.core.messages import ChangeDecided, Rows
+from rudra.core.messages import ChangeDecided, RoleExhausted, Rows
 from rudra.core.training_state import TrainingState
 from rudra.errors import ConfigError
 from rudra.job.table import named
@@ -43,6 +45,8 @@ class Decisions:
 
     def __init__(self, role: int, setup: Setup) -> None:
         plan, self._role = setup.plan, role
+        self._titles = [each.title for each in plan.roles]
+        self._latest = setup.position.timestamp, setup.position.time_s  # update whose row came last, and its time
         self._owners = [plan.server] if plan.served else sorted({*plan.learners, *plan.dormant})
         self._phases, self._call, self._epochs = setup.all_phases, setup.job.decisions.call, setup.job.training.epochs
         self._known = len(setup.position.decided)  # to the owners, as part of the training state
@@ -50,12 +54,12 @@ class Decisions:
         self._tuner = BankTuner(setup) if setup.job.cluster.grows else None
         self.awaited = 0
 
-    def recall(self, texts: Sequence[str], measured: Sequence[tuple[int, float]]) -> None:
+    def recall(self, texts: Sequence[str], measured: Sequence[MeasuredBanks]) -> None:
         """Takes note of the decisions from before the checkpoint that the run resumes from.
 
         Args:
             texts: JSON of the changes.
-            measured: measurements of banks that grow: learners on each device, samples per second.
+            measured: measurements of banks that grow.
         """
         self._texts = max(self._texts, [*texts], key=len)
         if self._tuner is not None:
@@ -84,25 +88,53 @@ class Decisions:
         except (ConfigError, ValueError) as error:
             where = f"[decisions] call = '{named(self._call or '')}' decided after epoch {event.epoch}"
             return [Fail(f"{where}: {_NUMBERED.sub('', str(error))}")]
-        return self._decide(event.change, event.timestamp, event.time_s) if changes else []
+        self._latest = event.timestamp, event.time_s
+        return self._decide(event.change) if changes else []
+
+    def exhausted(self, message: RoleExhausted) -> list[Action]:
+        """Decides how the run continues when memory does not suffice: with fewer learners in each bank that grows.
+
+        If that is not possible, the owner of the weights makes a checkpoint and ends the run.
+        """
+        text, tuner = text_of(message.rows), self._tuner
+        about = message.role, message.learners
+        if tuner is not None and tuner.lacks_memory(*about):  # another role has said so
+            return []
+        found = None if tuner is None else tuner.give_back(*about)
+        if tuner is None or found is None:
+            owner = Send(self._owners[0], structs.replace(message, sender=self._role))
+            return [self._event(b"memory", text[:WIDTH], message.role), owner]
+        text = f"{text.partition('; use ')[0]}; from now on learners of each device: {tuner.text}"
+        measured = self._event(b"measured", found.text)
+        warned = Warn(f"{self._titles[message.role]}: {text}")
+        memory = self._event(b"memory", text[:WIDTH], message.role)
+        return [memory, measured, warned, *self._decide(tuner.change, at_once=True)]
+
+    def time(self, rows: Rows) -> None:
+        """Takes in rows of mini-batches."""
+        if self._tuner is not None:
+            self._tuner.time(rows)
 
     def measure(self, rows: Rows) -> list[Action]:
         """Takes in rows of updates. If they complete a measurement of the banks, it decides about their size."""
+        self._latest = int(rows["timestamp"][-1]), float(rows["time_s"][-1])
         if self._tuner is None or self._tuner.ended:
             return []
-        before = self._tuner.learners
+        before = self._tuner.sizes
         if (found := self._tuner.enter(rows)) is None:
             return []
-        text = measured_text(*found)
-        timestamp, time_s = int(rows["timestamp"][-1]), float(rows["time_s"][-1])
-        actions: list[Action] = [Record("events", in_events(b"measured", text, timestamp, 0, time_s))]
-        grows = self._tuner.learners != before
-        return actions + (self._decide(self._tuner.change, timestamp, time_s) if grows else [])
+        grows = self._tuner.sizes != before
+        measured = self._event(b"measured", found.text)
+        return [measured, *(self._decide(self._tuner.change) if grows else [])]
 
-    def _decide(self, change: str, timestamp: int, time_s: float) -> list[Action]:
+    def _decide(self, change: str, *, at_once: bool = False) -> list[Action]:
         """Records a change and sends it to the owners of the weights."""
         self._texts.append(change)
-        return [Record("events", in_events(b"decision", change, timestamp, 0, time_s)), *self._sent(len(self._texts))]
+        return [self._event(b"decision", change), *self._sent(len(self._texts), at_once=at_once)]
+
+    def _event(self, kind: bytes, text: str, role: int = -1) -> Record:
+        """Returns the action that records an event at the latest update that is known here."""
+        return Record("events", in_events(kind, text, self._latest[0], 0, self._latest[1], role))
 
     def _changes(self, event: Decided) -> bool:
         """Returns whether a change differs from the job with all earlier changes.
@@ -117,8 +149,8 @@ class Decisions:
         position = TrainingState(epoch=event.epoch, timestamp=event.timestamp)
         return self._phases.tried(position, [*self._texts, event.change])
 
-    def _sent(self, number: int) -> list[Action]:
-        message = ChangeDecided(self._role, number, in_texts(self._texts[number - 1]))
+    def _sent(self, number: int, *, at_once: bool = False) -> list[Action]:
+        message = ChangeDecided(self._role, number, in_texts(self._texts[number - 1]), at_once)
         return [Send(owner, message) for owner in self._owners]
 
 
@@ -154,6 +186,12 @@ class ReceivedDecisions:
     def new(self) -> int:
         """Number of changes that the learners have not agreed on, up to 255."""
         return min(255, max(0, max(self.texts) - len(self._ledger.rules.decided))) if self.texts else 0
+
+    def follow_at_once(self) -> None:
+        """Follows all changes after the present update. Other learners need not have received them."""
+        agreed = len(self._ledger.rules.decided)
+        texts = [self.texts[number] for number in sorted(self.texts) if number > agreed]
+        self._ledger.rules.decide_at_once(texts, self._ledger.timestamp)
 
     def agree(self, count: int, ahead: int) -> None:
         """Follows the next `count` changes, because all learners have received them.

@@ -26,7 +26,7 @@ class Measurement(NamedTuple):
 
     Attributes:
         learners: m.
-        images_per_s: Samples of all learners in a second.
+        images_per_s: Samples of all learners in a second. 0: their memory does not suffice.
     """
 
     learners: int
@@ -48,11 +48,16 @@ class NextSize(NamedTuple):
 def next_size(growth: str, measured: Sequence[Measurement], most: int) -> NextSize:
     """Returns the size of a bank that follows from all measurements. It has no other memory.
 
+    A size that does not fit into memory ends the growth at the largest smaller one.
+
     Args:
         growth: Rule, a value of `cluster.growth`: `"double"` or `"one"`.
         measured: Measurements in their order, at least one. The first one is the size at the start.
         most: Largest size.
     """
+    *before, last = measured
+    if not last.images_per_s:
+        return NextSize(max((m for m, _ in before if m < last.learners), default=1), ends=True)
     return RULES[growth](measured, most)
 
 

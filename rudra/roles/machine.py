@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple, Protocol
 
-from rudra.core.actions import Action, Halt
-from rudra.core.events import Event, Lost, Received
-from rudra.core.messages import MESSAGES, MessageKind, Shutdown
+from rudra.core.actions import Action, Fail, Halt, Send
+from rudra.core.decisions import LONGEST, in_texts
+from rudra.core.events import Event, Lost, MemoryExhausted, Received
+from rudra.core.messages import MESSAGES, MessageKind, RoleExhausted, Shutdown
 from rudra.core.phases import Phase, Phases
 from rudra.core.schedule import Schedule
 from rudra.core.training_state import BEGINNING, TrainingState
@@ -162,6 +163,8 @@ class Machine:
                 return []  # sent before the sender died, and not needed now
             if trigger is Lost:
                 return []  # this role does not need the lost role
+            if trigger is MemoryExhausted:
+                return self._exhausted(event)  # type: ignore[arg-type]
             refused = ProtocolError(f"{self.name} cannot take {_name_of(trigger)} while {state.name}")
             refused.add_note(self.story)
             raise refused
@@ -196,6 +199,13 @@ class Machine:
     @_co_owned.setter
     def _co_owned(self, weights: tuple[CoOwned, ...]) -> None:
         self._handling = (*self._handling[:2], weights)
+
+    def _exhausted(self, event: MemoryExhausted) -> list[Action]:
+        """Tells the statistics server that an action of this role has no result. It decides how the run continues."""
+        if self.id == self.plan.statistics or (event.harms and self.id in self.plan.owners):
+            return [Fail(event.text, cause=self.id)]
+        text = event.text.encode("ascii", "replace")[:LONGEST].decode()
+        return [Send(self.plan.statistics, RoleExhausted(self.id, self.id, len(self.plan.learners), in_texts(text)))]
 
     def _ignore(self, event: Any, now: float) -> list[Action]:
         """Ignores an event that comes too late to matter."""

@@ -27,6 +27,7 @@ WISHES: Mapping[Any, str] = {
     MessageKind.TARGET_REACHED: "_end_with_epoch",
     MessageKind.PLATEAU: "_lower_rate",
     MessageKind.CHANGE_DECIDED: "_decide",
+    MessageKind.EXHAUSTED: "_end_with_checkpoint",
 }
 """Decisions of the statistics server."""
 

@@ -33,6 +33,7 @@ from rudra.core.messages import (
     OwnerStepped,
     PlateauReached,
     Ready,
+    RoleExhausted,
     RowsFlushed,
     Shutdown,
     SnapshotCredit,
@@ -78,6 +79,9 @@ TRAINING = [state for state in ALIVE if state not in {ReplicaState.REGROUPING, R
 
 ALWAYS: Mapping[Any, str] = {**MAINTENANCE, **WISHES, Stopped: "_stop", Sent: "_returned", Lost: "_lose"}
 """Events that learners of the only group handle in the same way in all states, except for losses while training."""
+
+ENDING: Mapping[Any, str] = {Lost: "_lose", MessageKind.CHANGE_DECIDED: "_decide"}
+"""Events that may end the work under way while training."""
 
 
 class Replica(Machine):
@@ -143,7 +147,11 @@ class Replica(Machine):
         (ReplicaState.UPDATING, Updated): Transition(
             "_updated", ReplicaState.COMPUTING, ReplicaState.STOPPED, ReplicaState.REGROUPING
         ),
-        **{(state, Lost): Transition("_lose", state, ReplicaState.REGROUPING) for state in TRAINING},
+        **{
+            (state, what): Transition(method, state, ReplicaState.REGROUPING)
+            for state in TRAINING
+            for what, method in ENDING.items()
+        },
         **self_loops(
             [ReplicaState.REGROUPING],
             dict.fromkeys((Started, Hashed, MessageKind.READY, *THROUGH_STAGE, Computed, Reduced), "_ignore"),
@@ -278,9 +286,18 @@ class Replica(Machine):
         return 1
 
     def _decide(self, event: Received[ChangeDecided], now: float) -> list[Action]:
-        """Notes a decided change of the job. All learners follow it once the flags show that all have received it."""
+        """Notes a decided change of the job. All learners follow it once the flags show that all have received it.
+
+        A change at once does not wait for them: some can make no other update. They learn it with the regrouping.
+        """
         self._decisions.receive(event.message)
-        return []
+        if not event.message.at_once or not self._leads or self._ended_training:
+            return []
+        self._decisions.follow_at_once()
+        return [] if self.state is ReplicaState.REGROUPING else self._await_regrouping(now)
+
+    def _end_with_checkpoint(self, event: Received[RoleExhausted], now: float) -> list[Action]:
+        return self.duties.cycle.fail(event.message, now, alone=True) if self._leads else []
 
     def _reduced(self, event: Reduced, now: float) -> list[Action]:
         self._reduced_at = now
@@ -395,17 +412,21 @@ class Replica(Machine):
         if isinstance(event, Saved):
             return actions
         assert position is not None
-        if position.timestamp < self.ledger.timestamp:  # an earlier checkpoint, which was under way
+        known = len(position.decided) == len(self.ledger.rules.decided)
+        if position.timestamp < self.ledger.timestamp or not known:  # an earlier checkpoint, which was under way
             return actions + cycle.save(now, alone=True)
         return actions + self._regroup(position, now)
 
-    @property
-    def _replicas_stay(self) -> bool:
-        """Whether no learner has died since the last regrouping, and the checkpoint has all replicas."""
-        return not (self.duties.cycle.alone or self._dead - self.ledger.recorded_losses)
+    def _replicas_stay(self, position: TrainingState) -> bool:
+        """Whether no learner has died since the last regrouping, and the checkpoint has all replicas.
+
+        A replay has a checkpoint with all replicas even where the run had none.
+        """
+        restart = self.duties.cycle.alone or self.ledger.rules.replicas_restart(position)
+        return not (restart or self._dead - self.ledger.recorded_losses)
 
     def _regroup(self, position: TrainingState, now: float) -> list[Action]:
-        actions = self.ledger.regroup(self._dead, position, now, replicas_stay=self._replicas_stay)
+        actions = self.ledger.regroup(self._dead, position, now, replicas_stay=self._replicas_stay(position))
         if self.ledger.rules.plan is not self.plan:
             self.log.follow(self.ledger.rules.job, self.ledger.rules.plan, position)
             self._reset_for_plan(self.ledger.rules.plan)

@@ -1,13 +1,13 @@
 """Rules of the training in a phase of the run: job, plan, protocol and learning rates."""
 
 import json
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 
 from msgspec import structs
 
 import protocols
 from rudra.core.actions import SetOptimizer
-from rudra.core.decisions import start_of
+from rudra.core.decisions import start_of, tables_of
 from rudra.core.phases import Phase, phase_at, phases_begun
 from rudra.core.schedule import Schedule
 from rudra.core.training_state import DecidedChange, TrainingState
@@ -113,6 +113,24 @@ class TrainingRules:
         self.decided = (*self.decided, DecidedChange(json.dumps(start | json.loads(text))))
         self._await(self.decided[-1])
 
+    def decide_at_once(self, texts: Sequence[str], timestamp: int) -> None:
+        """Takes in changes that take effect now, after the present update, as do all that have not. Replicas restart.
+
+        Args:
+            texts: JSON of the changes.
+            timestamp: timestamp of the weights.
+        """
+        waiting = [tables_of(each) for each in self.decided if each.place < 0]
+        self.decided = self.decided[: len(self.decided) - len(waiting)]
+        for text in (*waiting, *texts):
+            change = json.dumps({"at_update": timestamp} | json.loads(text))
+            self.decided = (*self.decided, DecidedChange(change, restarts=True))
+            self._await(self.decided[-1])
+
+    def replicas_restart(self, position: TrainingState) -> bool:
+        """Whether all replicas restart from the weights with the phase at a position."""
+        return phase_at(self._phases, position).restarts
+
     def _await(self, decided: DecidedChange) -> None:
         """Expects the place in the run where a decided change takes effect, if it has not."""
         if decided.place < 0:
@@ -134,12 +152,16 @@ class TrainingRules:
         return phases_begun(self._phases, position)[before:]
 
     def learners_change(self, epoch: int, timestamp: int) -> bool:
-        """Returns whether the job changes after these numbers of epochs and updates, and other learners take part."""
+        """Returns whether the job changes after these numbers of epochs and updates, and all roles restart.
+
+        They do so if other learners take part, or replicas restart.
+        """
         if not self.until.is_reached(epoch, timestamp):
             return False
         position = TrainingState(timestamp, epoch)
         position = structs.replace(position, decided=self.decided_at(position))
-        return self.plan_at(frozenset(), position).learners != self.plan.learners
+        others = self.plan_at(frozenset(), position).learners != self.plan.learners
+        return others or self.replicas_restart(position)
 
     def plan_at(self, dead: Set[int], position: TrainingState) -> Plan:
         """Returns the plan at a position, without the dead roles."""

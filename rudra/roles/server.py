@@ -60,6 +60,7 @@ from rudra.core.messages import (
     PullAnswer,
     PushedGradient,
     Ready,
+    RoleExhausted,
     RowsFlushed,
     Shutdown,
     SnapshotCredit,
@@ -407,6 +408,9 @@ class ParameterServer(Machine):
     def _lower_rate(self, event: Received[PlateauReached], now: float) -> list[Action]:
         self.ledger.lower(event.message.times, now)
         return []
+
+    def _end_with_checkpoint(self, event: Received[RoleExhausted], now: float) -> list[Action]:
+        return self.duties.cycle.fail(event.message, now, alone=False)
 
     def _decide(self, event: Received[ChangeDecided], now: float) -> list[Action]:
         self.ledger.decide(event.message.number, text_of(event.message.rows))

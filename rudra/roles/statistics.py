@@ -21,6 +21,7 @@ import numpy as np
 
 from rudra.core import records
 from rudra.core.actions import Action, Evaluate, Fail, MergeEvaluation, Record, Send, StoreEpochWeights, Sync, TableName
+from rudra.core.decisions import MeasuredBanks
 from rudra.core.events import Decided, Evaluated, Hashed, Lost, Received, Started
 from rudra.core.messages import (
     AverageRows,
@@ -34,6 +35,7 @@ from rudra.core.messages import (
     LearnerRows,
     MessageKind,
     MinibatchRows,
+    RoleExhausted,
     RowsFlushed,
     RunStopped,
     Snapshot,
@@ -89,11 +91,13 @@ class StatisticsServer(Machine):
                 MessageKind.START: "_begin",
                 **dict.fromkeys(TABLES, "_record_rows"),
                 MessageKind.UPDATES: "_record_updates",
+                MessageKind.MINIBATCHES: "_record_minibatches",
                 MessageKind.SNAPSHOT: "_snapshot",
                 MessageKind.WEIGHTS_PART: "_snapshot_part",
                 MessageKind.EPOCH_EVALUATED: "_evaluated_by_workers",
                 MessageKind.EVENTS: "_events",
                 MessageKind.CHECKPOINT: "_checkpoint",
+                MessageKind.EXHAUSTED: "_exhausted_elsewhere",
                 MessageKind.REPORTED: "_stage_reported",
                 Decided: "_decide",
                 Lost: "_lose",
@@ -156,7 +160,7 @@ class StatisticsServer(Machine):
         tests: Mapping[int, Mapping[str, float | None]],
         kept: Collection[int],
         decisions: Sequence[str] = (),
-        measured: Sequence[tuple[int, float]] = (),
+        measured: Sequence[MeasuredBanks] = (),
     ) -> None:
         """Records the epochs before the checkpoint. The caller does this before the role starts.
 
@@ -164,7 +168,7 @@ class StatisticsServer(Machine):
             tests: epoch -> results of the evaluation of its weights on `split`.
             kept: epochs with weights in the results. Only one of these can be the best epoch.
             decisions: JSON of the changes that were decided in these epochs.
-            measured: measurements of banks that grow: learners on each device, samples per second.
+            measured: measurements of banks that grow.
         """
         self._decisions.recall(decisions, measured)
         for epoch, scores in tests.items():
@@ -181,6 +185,10 @@ class StatisticsServer(Machine):
 
     def _record_rows(self, event: Received[Recorded], now: float) -> list[Action]:
         return [Record(TABLES[event.message.kind], event.message.rows)]
+
+    def _record_minibatches(self, event: Received[MinibatchRows], now: float) -> list[Action]:
+        self._decisions.time(event.message.rows)
+        return self._record_rows(event, now)
 
     def _record_updates(self, event: Received[UpdateRows], now: float) -> list[Action]:
         return self._record_rows(event, now) + self._decisions.measure(event.message.rows)
@@ -274,6 +282,9 @@ class StatisticsServer(Machine):
 
     def _decide(self, event: Decided, now: float) -> list[Action]:
         return self._decisions.enter(event) + self._flush_rows()
+
+    def _exhausted_elsewhere(self, event: Received[RoleExhausted], now: float) -> list[Action]:
+        return self._decisions.exhausted(event.message)
 
     # Checkpoints.
 

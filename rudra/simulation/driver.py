@@ -11,6 +11,7 @@ from functools import partial
 from heapq import heappush
 from typing import Any, Protocol
 
+from rudra.compute.device.faults import exhausted
 from rudra.core.actions import (
     Action,
     BackpropFirstStage,
@@ -51,6 +52,9 @@ from rudra.simulation.queue import EventQueue, owner
 from rudra.simulation.regrouping import Make, SimulatedRegrouping
 from rudra.simulation.timing_only import Tensors
 from topologies import Plan
+
+Perform = Callable[[int, ExecutorAction, float], Event | None]
+"""Function that carries out an action of a role, given the action's virtual seconds, and returns its event."""
 
 Check = Callable[[Machine, States, Event], None]
 """Check that tests run on a machine after each event. It gets the machine's previous state and the event."""
@@ -115,7 +119,8 @@ class Simulation:
         self._sized = bool(costs.paces)
         self._cores, self._pieces = costs.table.cores_per_node, costs.pieces
         self._communication_s = costs.table.communication_s if plan.overlapped and self._cores else 0.0
-        self._planned, self._performed = tensors.planned, tensors.perform
+        self._planned = tensors.planned
+        self._performed: Perform = tensors.perform if tensors.lent is None else _attempting(tensors.perform)
         self.actors: dict[int, Actor] = {}
         self._learners_on: dict[int, list[Actor]] = {}  # by node, if its cores may be short
         self._evaluated_until = 0.0  # end of an evaluation that delays learners
@@ -419,7 +424,8 @@ class Simulation:
         self._later(max(self.queue.now, actor.busy_until), actor.take, actor, event)
 
     def _fail(self, actor: Actor, action: Fail, time: float) -> None:
-        failure = RunError(f"{actor.machine.name}: {action.text}")
+        name = actor.machine.name if action.cause is None else self.plan.roles[action.cause].name
+        failure = RunError(f"{name}: {action.text}")
         failure.lost = action.lost
         raise failure
 
@@ -429,6 +435,18 @@ class Simulation:
         self.code = max(self.code, action.code)
         if self._beside and all(each.halted for each in self.actors.values()):
             self.queue.heap.clear()
+
+
+def _attempting(perform: Perform) -> Perform:
+    """Returns a function that performs actions, and ends one with `MemoryExhausted` if memory does not suffice."""
+
+    def attempt(role: int, action: ExecutorAction, seconds: float) -> Event | None:
+        try:
+            return perform(role, action, seconds)
+        except Exception as error:
+            return exhausted(error, action)
+
+    return attempt
 
 
 def _checked(machine: Machine, check: Check) -> Callable[[Event, float], list[Action]]:

@@ -120,7 +120,7 @@ class Prediction:
     @property
     def learners(self) -> int:
         """Number of learners that take part."""
-        return min(self.job.learners, self.job.cluster.active_learners or self.job.learners)
+        return min(self.job.learners, self.job.cluster.active_count or self.job.learners)
 
 
 def outline(job: Job) -> Outline:

@@ -134,7 +134,8 @@ class ReplayDriver:
         self._begun_at = position.applied
         if role not in plan.learners:
             return FedLearner(role, plan, 0)
-        _, job, _, schedule, _ = phase_at(self._phases, position)
+        phase = phase_at(self._phases, position)
+        job, schedule = phase.job, phase.schedule
         if plan.averaging:
             self._replicas = ReplicaSteps(Setup(job, plan, self._training_samples, schedule, position))
             self._exchanged.discard(role)

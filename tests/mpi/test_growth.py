@@ -19,12 +19,12 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 SIZES = [1, 2, 4, 8]
 
 
-def make_job(bank: str, m: int | None = None, **tables: Any) -> rudra.Job:
+def make_job(bank: str, m: int | None = None, model: type = user_code.Latent, **tables: Any) -> rudra.Job:
     """Digits and a model whose forward pass has a fixed latency, which a fused bank has once."""
     size = {"learners_per_device": "auto", "learners": SIZES[-1]} if m is None else {"learners_per_device": m}
     return rudra.Job(
         name="growth",
-        model={"name": user_code.Latent},
+        model={"name": model},
         data={"name": "digits", "train_limit": 720},
         training={
             "epochs": {"fused": 6, "loop": 2}[bank] if m is None else 1,
@@ -71,6 +71,24 @@ def test_growth_ends_where_a_sweep_in_the_same_sitting_does(tmp_path: Path) -> N
             last == 1 if bank == "loop" else np.interp(last, SIZES, list(sweep.values())) >= 0.8 * max(sweep.values())
         )
         assert replays(path)
+
+
+def test_banks_give_back_the_learners_that_memory_does_not_hold(tmp_path: Path) -> None:
+    path, two_banks = tmp_path / "out.h5", {"learners": 8, "most_learners_per_device": 4}
+    job = make_job("fused", model=user_code.Cramped).with_(
+        training={"epochs": 1}, cluster=two_banks, data={"train_limit": 320}, results={"minibatches": False}
+    )
+    on_ranks(user_code.train_as_needed, 1, jobs={str(path): job})
+    with rudra.open_results(path) as results:
+        assert results.status == "finished"
+        measured = [(each["learners_per_device"], bool(each["images_per_s"])) for each in told(results, b"measured")]
+        assert measured == [(1, True), (2, False)]
+        assert set(results.updates["gradients"]) == {2}
+        (memory,) = results.events[results.events["kind"] == b"memory"]
+        assert memory["text"].endswith(b"Tried to allocate 2.00 GiB; from now on learners of each device: 1")
+        changed = results.events["timestamp"][results.events["kind"] == b"decided"]
+        assert 0 < changed[0] == changed[-1] < len(results.updates), "no update of two learners each was made"
+    assert replays(path)
 
 
 def test_a_run_that_is_stopped_while_its_bank_grows_continues_to_grow(tmp_path: Path) -> None:

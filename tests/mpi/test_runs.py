@@ -12,6 +12,7 @@ from processes import finish, mpirun, start, wait_for_updates
 
 import rudra
 from rudra.errors import RudraError
+from rudra.results import checkpoint
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
@@ -61,12 +62,20 @@ def test_a_failing_rank_ends_the_run_with_one_line_and_keeps_results(tmp_path: P
 def test_too_little_memory_is_one_line(tmp_path: Path) -> None:
     output = tmp_path / "out.h5"
     returned, _, err = finish(start("run", job_file(tmp_path, "exhausting", "endless"), "--output", str(output)))
-    instead = "use a smaller training.minibatch_size, or more training.microbatches"
-    text = f"rudra: learner 1 (rank 3): too little memory: CUDA out of memory. Tried to allocate 2.00 GiB; {instead}"
+    instead = "use a smaller training.minibatch_size, more training.microbatches, or fewer learners on this device"
+    why = "too little memory: CUDA out of memory. Tried to allocate 2.00 GiB"
+    lines = [
+        f"rudra: learner 1 (rank 3): {why}; {instead} (cluster.learners_per_device)",
+        f"rudra: job: to resume from its last checkpoint: rudra resume {output}",
+    ]
     assert (returned, err.count("Traceback")) == (1, 0), err
-    assert [line for line in err.splitlines() if line.startswith("rudra: ")] == [text]
+    assert [line for line in err.splitlines() if line.startswith("rudra: ")] == lines
     with rudra.open_results(output) as results:
         assert results.status == "failed"
+        (memory,) = results.events[results.events["kind"] == b"memory"]
+        assert memory["role"] == results.plan().learners[1]
+        last = checkpoint.read(checkpoint.path_of(output))[0].position.timestamp
+        assert 20 <= last <= len(results.updates)
 
 
 def test_a_rank_that_hangs_is_named_and_ends_the_run_when_the_job_says_so(tmp_path: Path) -> None:

@@ -151,6 +151,13 @@ def test_a_command_ends_with_one_line_about_it(
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), None),
         (ValueError("x does not have a deterministic implementation"), None),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), "too little memory: CUDA out"),
+        (
+            RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:119] err == 0. DefaultCPUAllocator: can't allocate memory: you tried "
+                "to allocate 4000000000000 bytes. Error code 12 (Cannot allocate memory)"
+            ),
+            "too little memory: can't allocate memory: you tried to allocate 4000000000000 bytes. Error code 12",
+        ),
     ],
 )
 def test_errors_of_torch_become_lines(error: Exception, named: str | None) -> None:

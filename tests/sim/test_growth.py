@@ -7,9 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import rudra
-from rudra.errors import ConfigError
+from rudra.core.actions import Compute
+from rudra.core.events import Computed
+from rudra.errors import ConfigError, RunError
+from rudra.results import checkpoint
+from rudra.results.progress import summary_table
+from rudra.simulation.tensors import RealTensors
 
 SATURATING = {1: 0.010, 2: 0.011, 4: 0.013, 8: 0.026, 16: 0.052}
 """Seconds of a bank of m learners. Up to four, another learner costs little."""
@@ -172,6 +178,95 @@ def test_growth_outlives_a_device(tmp_path: Path) -> None:
         assert results.gradients["learner"][results.gradients["update"] > after].max() < 16
         totals = results.totals[0]
         assert totals["pushed"] == sum(totals[key] for key in ("applied", "pending", "discarded", "lost"))
+
+
+def exhaust(monkeypatch: pytest.MonkeyPatch, role: int, step: int) -> None:
+    """A device without memory for a mini-batch of a learner."""
+    compute = RealTensors.compute
+
+    def compute_if_it_fits(self: RealTensors, learner: int, action: Compute) -> Computed:
+        if (learner, action.step) == (role, step):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has no more.")
+        return compute(self, learner, action)
+
+    monkeypatch.setattr(RealTensors, "compute", compute_if_it_fits)
+
+
+@pytest.mark.parametrize(("protocol", "step"), [("sma", 0), ("average", 4)])
+def test_a_bank_without_memory_returns_to_its_size_before(
+    protocol: str, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Learner 5 takes part in banks of eight, and makes some updates there, or none."""
+    job, path = make_job(protocol, results={"keep_checkpoints": "1 epochs"}), tmp_path / "run.h5"
+    learner = job.plan().whole.learners[5]
+    with monkeypatch.context() as patch:
+        exhaust(patch, learner, step)
+        with rudra.simulate(job, output=path, progress="quiet") as results:
+            assert results.status == "finished"
+            assert sizes(results) == [1, 2, 4, 8]
+            assert told(results, b"measured")[-1]["images_per_s"] == 0
+            assert active(results) == [1, 2, 4, *[8, 4] * (step > 0)]
+            counts = results.updates["gradients"]
+            assert np.sum(counts == 8) == step, "finished updates stay"
+            (memory,) = results.events[results.events["kind"] == b"memory"]
+            assert memory["role"] == learner
+            text = "too little memory: CUDA out of memory. Tried to allocate 2.00 GiB"
+            assert memory["text"].decode() == f"{text}; from now on learners of each device: 4"
+            losses = results.epochs["train_loss"]
+            assert np.all(np.diff(losses) < 0.1 * losses[0]), "training continues"
+            totals = results.totals[0]
+            assert totals["pushed"] == totals["applied"] == counts.sum()
+            assert "8: no memory" in summary_table(results.summary())
+    assert rudra.replay(path, quiet=True).identical
+    last, origin = tmp_path / "on.h5", tmp_path / "run-6.ckpt"
+    with rudra.simulate(job, output=last, from_=origin, carry="all", progress="quiet") as results:
+        assert sizes(results) == [1, 2, 4, 8], "the run that continues knows it"
+        assert active(results)[-1] == 4
+
+
+@pytest.mark.parametrize("cluster", [{}, {"learners_per_device": 4, "learners": 4}], ids=["the first size", "fixed"])
+def test_a_bank_that_cannot_be_smaller_ends_the_run(
+    cluster: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, path = make_job(cluster=cluster, results={"checkpoint_every": "100 epochs"}), tmp_path / "run.h5"
+    exhaust(monkeypatch, job.plan().whole.learners[0], 5)
+    with pytest.raises(RunError, match=r"^learner 0: too little memory: .*; use .*\(cluster.learners_per_device\)$"):
+        rudra.simulate(job, output=path, progress="quiet")
+    assert checkpoint.read(checkpoint.path_of(path))[0].position.timestamp == 5
+
+
+def unequal(**tables: Any) -> rudra.Job:
+    """Two devices, of which the second one takes four times as long. Both hold two learners without taking longer."""
+    cluster = {"learners": 16, "most_learners_per_device": 8}
+    slow = dict.fromkeys(range(8, 16), 4.0)
+    return make_job(bank_s={1: 0.010, 2: 0.010, 8: 0.040}, cluster=cluster, simulation={"slowdown": slow}, **tables)
+
+
+def test_each_of_unequal_devices_gets_its_own_number_of_learners(tmp_path: Path) -> None:
+    with timed(unequal(), tmp_path / "run.h5") as results:
+        found = {tuple(each["learners_per_device"]): each["images_per_s"] for each in told(results, b"measured")}
+        fast, slow = list(found)[-1]
+        assert slow <= 2
+        assert fast >= 6
+        assert found[fast, slow] >= 1.5 * max(speed for (one, other), speed in found.items() if one == other)
+        last = results.gradients["learner"][results.gradients["update"] == results.updates["timestamp"][-1]]
+        assert {*last} == {*range(fast), *range(8, 8 + slow)}
+        assert f"{fast}+{slow}: " in summary_table(results.summary())
+
+
+def test_memory_limits_one_of_unequal_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, path = unequal(), tmp_path / "run.h5"
+    with monkeypatch.context() as patch:
+        exhaust(patch, job.plan().whole.learners[3], 1)
+        with rudra.simulate(job, output=path, progress="quiet") as results:
+            assert results.status == "finished"
+            (lacking,) = [each for each in told(results, b"measured") if not each["images_per_s"]]
+            assert (lacking["learners_per_device"][0], lacking["lacking"]) == (4, 0)
+            decided = [each["cluster"]["active_learners"] for each in told(results, b"decided")]
+            assert decided[-1][0] == 2
+            losses = results.epochs["train_loss"]
+            assert np.all(np.diff(losses) < 0.1 * losses[0]), "through each change"
+    assert rudra.replay(path, quiet=True).identical
 
 
 def test_a_given_elasticity_bounds_the_bank(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from rudra.compute.memory_plan import planned
 from rudra.core import records
-from rudra.core.decisions import in_events, measured_text, measurements
+from rudra.core.decisions import MeasuredBanks, in_events, measurements
 from rudra.core.messages import Rows
 from rudra.core.schedule import Schedule
 from rudra.data.load import load
@@ -57,11 +57,11 @@ WHOLE = SETTLING + LEAST_UPDATES + 1
 def test_a_measurement_begins_when_the_new_learners_have_settled() -> None:
     tuner = BankTuner(setup_of(make_job()))
     assert not tuner.enter(rows(1, [0.0, 5.0, 6.0, *steps(WHOLE - 4, 0.1, 7.0)]))
-    assert tuner.enter(rows(1, [7.0 + 0.1 * (WHOLE - 4)])) == (1, pytest.approx(40))
-    assert (tuner.learners, tuner.ended) == (2, False)
+    assert tuner.enter(rows(1, [7.0 + 0.1 * (WHOLE - 4)])) == ((1,), pytest.approx(40), (), -1)
+    assert (tuner.sizes, tuner.ended) == ((2,), False)
     assert json.loads(tuner.change) == {"cluster": {"active_learners": 2}}
     assert not tuner.enter(rows(1, steps(100, 0.1))), "the change has not taken effect"
-    assert tuner.enter(rows(2, steps(WHOLE, 0.1))) == (2, pytest.approx(80))
+    assert tuner.enter(rows(2, steps(WHOLE, 0.1))) == ((2,), pytest.approx(80), (), -1)
 
 
 def test_a_measurement_takes_half_a_second_at_least() -> None:
@@ -78,16 +78,44 @@ def test_a_pause_within_a_measurement_does_not_count() -> None:
 
 def test_measurements_before_a_checkpoint_are_known_after_it() -> None:
     tuner = BankTuner(setup_of(make_job()))
-    text = "".join(measured_text(m, 100.0 * m) for m in (1, 2, 4))
+    text = "".join(MeasuredBanks((m,), 100.0 * m).text for m in (1, 2, 4))
     events = in_events(b"measured", f'{text}{{"learners_per_device": "damaged"}}[1]', 0, 0, 0.0)
     found = measurements(events)
-    assert found == [(1, 100.0), (2, 200.0), (4, 400.0)]
+    assert found == [MeasuredBanks((m,), 100.0 * m) for m in (1, 2, 4)]
     tuner.recall(found)
-    assert (tuner.learners, tuner.ended) == (8, False)
+    assert (tuner.sizes, tuner.ended) == ((8,), False)
     tuner = BankTuner(setup_of(make_job()))
-    tuner.recall([(1, 100.0), (2, 105.0)])
-    assert (tuner.learners, tuner.ended) == (1, True)
+    tuner.recall([MeasuredBanks((1,), 100.0), MeasuredBanks((2,), 105.0)])
+    assert (tuner.sizes, tuner.ended) == ((1,), True)
     assert not tuner.enter(rows(1, steps(400, 0.1)))
+
+
+def test_memory_limits_a_bank_to_what_was_measured_before() -> None:
+    setup = setup_of(make_job())
+    learner, statistics = setup.plan.learners[0], setup.plan.statistics
+    tuner = BankTuner(setup)
+    assert tuner.give_back(learner, 1) is None, "nothing smaller was measured"
+    tuner.enter(rows(1, steps(WHOLE, 0.1)))
+    assert tuner.give_back(learner, 7) is None, "the growth did not choose seven"
+    assert tuner.give_back(statistics, 2) is None, "fewer learners do not help"
+    assert not tuner.lacks_memory(learner, 2)
+    found = tuner.give_back(learner, 2)
+    assert found == MeasuredBanks((2,), 0.0)
+    assert (tuner.sizes, tuner.ended, tuner.lacks_memory(learner, 2)) == ((1,), True, True)
+    assert json.loads(tuner.change) == {"cluster": {"active_learners": 1}}
+    again = BankTuner(setup)
+    again.recall([MeasuredBanks((1,), 40.0), *measurements(in_events(b"measured", found.text, 0, 0, 0.0))])
+    assert (again.sizes, again.ended) == ((1,), True)
+
+
+def test_memory_that_is_short_later_ends_at_a_size_before() -> None:
+    setup = setup_of(make_job(cluster={"growth": "one", "learners": 2}))
+    tuner = BankTuner(setup)
+    for m in (1, 2):
+        tuner.enter(rows(m, steps(WHOLE, 0.1)))
+    assert (tuner.sizes, tuner.ended) == ((2,), True)
+    assert tuner.give_back(setup.plan.learners[0], 2) == MeasuredBanks((2,), 0.0)
+    assert tuner.sizes == (1,)
 
 
 def test_growth_ends_when_something_else_changes_the_learners() -> None:

@@ -119,5 +119,13 @@ def test_a_bank_grows_to_its_largest_size_at_most(growth: str, most: int) -> Non
     assert size >= (10 if growth == "one" and most > 10 else 0.9 * most)
 
 
+@pytest.mark.parametrize("growth", ["one", "double"])
+@pytest.mark.parametrize("fits", [1, 3, 5])
+def test_a_bank_that_does_not_fit_ends_the_growth_at_the_largest_size_that_did(growth: str, fits: int) -> None:
+    size, measured = grown(growth, lambda m: 100.0 * m if m <= fits else 0.0)
+    assert measured[-1] > fits
+    assert size == max(m for m in measured if m <= fits)
+
+
 def test_a_bank_may_begin_with_several_learners() -> None:
     assert grown("double", CURVES["linear to 8, then flat"], first=3) == (9, [3, 6, 12, 24, 18, 9])

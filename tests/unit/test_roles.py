@@ -43,6 +43,7 @@ from rudra.core.events import (
     Event,
     Hashed,
     Lost,
+    MemoryExhausted,
     NormsComputed,
     ReceiveCancelled,
     Received,
@@ -495,7 +496,7 @@ def any_event(trigger: Any) -> Event:
     }[trigger]
 
 
-EVENTS = [event for event in get_args(Event) if event not in {Received[Message], Lost}]
+EVENTS = [event for event in get_args(Event) if event not in {Received[Message], Lost, MemoryExhausted}]
 TRIGGERS = [*MessageKind, *EVENTS]
 
 

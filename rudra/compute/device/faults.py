@@ -8,6 +8,9 @@ from contextlib import contextmanager
 import torch
 
 from rudra.compute.device.devices import DEVICES
+from rudra.core.actions import ExecutorAction
+from rudra.core.buffer_names import WEIGHTS
+from rudra.core.events import MemoryExhausted
 from rudra.errors import ConfigError
 
 _NOT_DETERMINISTIC = re.compile(r"(\S+) does not have a deterministic implementation|not deterministic .* uses CuBLAS")
@@ -69,7 +72,16 @@ def loss_text(error: BaseException) -> str | None:
 
 def memory_text(error: BaseException) -> str | None:
     """Returns what to say about an error if memory was exhausted, in main memory or on a GPU. None: it was not."""
-    if not isinstance(error, MemoryError | torch.OutOfMemoryError):
+    _, of_cpu, about = str(error).partition("DefaultCPUAllocator: ")  # a plain RuntimeError
+    if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not of_cpu:
         return None
-    what = ". ".join(" ".join(str(error).split()).split(". ")[:2]).removesuffix(".") or "none is left"
-    return f"too little memory: {what}; use a smaller training.minibatch_size, or more training.microbatches"
+    what = ". ".join(" ".join((about or str(error)).split()).split(". ")[:2]).removesuffix(".") or "none is left"
+    instead = "a smaller training.minibatch_size, more training.microbatches, or fewer learners on this device"
+    return f"too little memory: {what}; use {instead} (cluster.learners_per_device)"
+
+
+def exhausted(error: Exception, action: ExecutorAction) -> MemoryExhausted:
+    """Returns the event of an action that raised an error, if memory was exhausted. Raises any other error again."""
+    if (text := memory_text(error)) is None:
+        raise error
+    return MemoryExhausted(text, any(getattr(action, field) == WEIGHTS for field in action.changes))

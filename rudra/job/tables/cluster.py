@@ -109,13 +109,12 @@ class ClusterTable(Table):
         description="λ: number of learners. Default: the number that the launcher's ranks can host in addition to the "
         "servers, or 4 without a launcher",
     )
-    active_learners: int | None = Field(
+    active_learners: int | tuple[int, ...] | None = Field(
         None,
-        ge=1,
-        le=100_000,
         description="number of learners that take part, at most learners. The others are dormant: they compute nothing "
         "until [[changes]] raises this number, or a learner dies. With banks each rank has as many of them as any "
-        "other, or one fewer. Default: all learners",
+        "other, or one fewer. A list, only with banks, has the number of each rank with learners. Default: all "
+        "learners",
     )
     learners_per_rank: int = Field(
         1,
@@ -223,6 +222,16 @@ class ClusterTable(Table):
         True, description="treat denormal numbers as zero: faster, but changes the last bits of results"
     )
 
+    @field_validator("active_learners", mode="before")
+    @classmethod
+    def _number_or_numbers(cls, value: Any) -> Any:
+        numbers = value if isinstance(value, list | tuple) and value else [value]
+        if value is not None and any(isinstance(one, bool) or not isinstance(one, int) for one in numbers):
+            raise ValueError(f"must be a number, or a list of numbers, not {short(value)}")
+        if value is not None and not 1 <= min(numbers) <= max(numbers) <= 100_000:
+            raise ValueError(f"must be {'>= 1' if min(numbers) < 1 else '<= 100000'}, not {short(value)}")
+        return value
+
     @field_validator("learners_per_device", mode="before")
     @classmethod
     def _number_or_auto(cls, value: Any) -> Any:
@@ -248,6 +257,11 @@ class ClusterTable(Table):
             span = f"{LEAST_BUCKET_MB} … {MOST_BUCKET_MB:,g}"
             raise ValueError(f"must be megabytes, {span}, 'auto' or 'off', not {short(value)}")
         return value
+
+    @property
+    def active_count(self) -> int | None:
+        """Number of learners that take part. None: all do, or a bank that grows begins."""
+        return sum(self.active_learners) if isinstance(self.active_learners, tuple) else self.active_learners
 
     def on_rank(self, learners: int) -> int:
         """Returns how many learners a rank has at most, if the job has this number of learners."""
