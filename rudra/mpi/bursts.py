@@ -58,6 +58,7 @@ class Bursts:
         self._under_way: deque[Made] = deque()
         self._postponed: list[tuple[int, Event]] = []
         self._most = 1
+        self._asks = False  # whether the learners must make the next update by themselves
 
     def holds(self, role: int, action: Action) -> bool:
         """Returns whether a learner's request is held back, as the first one after an average."""
@@ -76,7 +77,8 @@ class Bursts:
                 return False
             learners = [self._machines[role] for role in self._learners]
             sleepy = [each for each in learners if isinstance(each, Averager) and each.may_sleep]
-            if len(sleepy) < len(learners):
+            asks, self._asks = self._asks, False
+            if asks or len(sleepy) < len(learners):
                 return self.release()
             self._records = BankRecords(sleepy)
         if self._go():
@@ -108,7 +110,8 @@ class Bursts:
         self._most = max(1, min(MOST_UPDATES, 2 * self._most, int(LONGEST_S * len(event.losses) / max(seconds, 1e-6))))
         if self._under_way:
             return
-        if self._postponed:
+        self._asks = not len(event.losses)
+        if self._postponed or self._asks:
             self._wake_up()
         elif not self._events:
             self._go()

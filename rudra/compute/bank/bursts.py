@@ -18,6 +18,7 @@ from rudra.compute.bank.lanes import LaneUpdates
 from rudra.compute.bank.matrices import MatrixUpdates
 from rudra.compute.bank.recorded import Made, RecordedBursts, Updates
 from rudra.compute.device.devices import kind_of
+from rudra.compute.device.faults import memory_text
 from rudra.compute.device.streams import Pending
 from rudra.compute.replicas import AveragerExecutor
 from rudra.core.actions import Burst, Compute, PullReplica, StepReplica, Update
@@ -67,19 +68,29 @@ class BankBursts:
     def _make(self, burst: Burst) -> Iterator[BurstMade | Pending | None]:
         """Makes the updates of a burst.
 
+        It ends early if memory does not suffice for the first gradients of an update. The learners then compute them
+        again, and what happens is as without a burst.
+
         Yields:
             None after each update, work of a device as long as it is not done, then the results.
         """
         period, m = burst.period, len(self._learners)
         losses, errors = np.empty((2, burst.updates, period, m))
         distances, digests = np.empty((burst.updates, m)), np.empty(burst.updates, np.uint64)
+        figures = losses, errors, distances, digests
         gradient_s = step_s = average_s = 0.0
         made = 0
         while made < burst.updates and not (self.hurries and made):
             self._share_central()
             for inner in range(period):
                 number, began = made * period + inner, time.perf_counter()
-                computed = yield from self._computed(burst, number, made)
+                try:
+                    computed = yield from self._computed(burst, number, made)
+                except Exception as error:
+                    if inner or memory_text(error) is None:
+                        raise
+                    yield BurstMade(burst, *figures, gradient_s, step_s, average_s).first(made)
+                    return
                 there = time.perf_counter()
                 losses[made, inner] = [each.loss for each in computed]
                 errors[made, inner] = [each.errors for each in computed]
@@ -95,7 +106,7 @@ class BankBursts:
             made += 1
             if made < burst.updates:
                 yield None
-        yield BurstMade(burst, losses, errors, distances, digests, gradient_s, step_s, average_s).first(made)
+        yield BurstMade(burst, *figures, gradient_s, step_s, average_s).first(made)
 
     def _share_central(self) -> None:
         """Lets all learners read the central model, which may be in other memory after an update."""

@@ -23,6 +23,7 @@ import torch
 from msgspec import structs
 
 from rudra.compute.device.devices import kind_of
+from rudra.compute.device.faults import memory_text
 from rudra.compute.device.graphs import Graph, NotRecordedError
 from rudra.compute.device.streams import Number, Pending, until_done
 from rudra.compute.replicas import AveragerExecutor
@@ -32,6 +33,7 @@ from rudra.core.buffer_names import DIFFERENCE, GRADIENT, REPLICA, WEIGHTS
 from rudra.core.digest import digest_of
 from rudra.core.events import BurstMade
 from rudra.log import log
+from rudra.memory import bytes_text
 
 WARM = 2
 """Bursts at the same rates that are made as usual before one is recorded: libraries try their kernels."""
@@ -184,11 +186,14 @@ class RecordedBursts:
         self._seen[rates] += 1
         if self._seen[rates] <= WARM:
             return None
-        self._allocate(burst)
         try:
+            self._allocate(burst)
             graphs = self._graphs_for(burst, count)
-        except NotRecordedError as error:
-            self.refusal = str(error)
+        except Exception as error:
+            reason = memory_text(error) or (str(error) if isinstance(error, NotRecordedError) else None)
+            if reason is None:
+                raise
+            self.refusal = reason
             log.info(f"updates of the bank are not recorded: {error}")
             return None
         slot, began = self._slots.popleft(), time.perf_counter()
@@ -296,6 +301,9 @@ class RecordedBursts:
         generator, notes = self._kind.generator(self._device), self._notes
         states = [each for executor in self._learners for each in executor.states(central=executor is self._first)]
         written = [*self._vectors(), *states, notes.number, notes.samples.timestamp]
+        needed, free = sum(each.nbytes for each in written), self._kind.free_bytes(self._device)
+        if free is not None and needed > free / 2:
+            raise NotRecordedError(f"copies of all replicas take {bytes_text(needed)}, and {bytes_text(free)} are free")
         before, drawn = [each.clone() for each in written], generator.get_state()
         notes.number.zero_()
         notes.rows.zero_()
