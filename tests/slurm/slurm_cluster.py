@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from rudra.mpi.forkserver import SERVER
+from tests import forks
 from tests.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,16 +71,29 @@ class Cluster:
             command, cwd=cwd, env=self.env, capture_output=True, text=True, timeout=timeout, check=False
         )
 
-    def submit(self, directory: Path, *options: str, environment: str | Path = sys.prefix) -> "Batch":
-        """Writes a script for the slow job with `rudra slurm`, and submits it."""
+    def submit(
+        self, directory: Path, *options: str, environment: str | Path = sys.prefix, anew: bool = False
+    ) -> "Batch":
+        """Writes a script for the slow job with `rudra slurm`, and submits it.
+
+        Args:
+            directory: of the job.
+            options: of `rudra slurm`.
+            environment: whose Python and MPI the job uses.
+            anew: its processes import all by themselves. On a local SLURM they are forks otherwise, if they may be.
+        """
+        forked = self.directory is not None and not anew and Path(environment) == Path(sys.prefix)
+        rudra = f"exec {shlex.join(forks.rudra())}"
+        if not forked:
+            rudra = f"unset {SERVER}\nexec {environment}/bin/python -m rudra"
         (directory / "slow.py").write_text(SLOW)
         (directory / "slow.toml").write_text(JOB)
         (directory / "env" / "bin").mkdir(parents=True)
-        for name, program in (("rudra", "python -m rudra"), ("mpirun", "mpirun")):
+        for name, program in (("rudra", rudra), ("mpirun", f"exec {environment}/bin/mpirun")):
             file = directory / "env" / "bin" / name
-            file.write_text(f'#!/bin/sh\nexec {environment}/bin/{program} "$@"\n')
+            file.write_text(f'#!/bin/sh\n{program} "$@"\n')
             file.chmod(0o755)
-        command = [sys.executable, "-m", "rudra", "slurm", "slow.toml", "--output", "slow.h5", "--submit"]
+        command = [*forks.rudra(), "slurm", "slow.toml", "--output", "slow.h5", "--submit"]
         done = self.run(*command, "--environment", directory / "env", *options, cwd=directory)
         assert done.returncode == 0, done.stderr
         found = re.search(r"submitted as job (\d+)", done.stdout)
