@@ -39,6 +39,7 @@ def simulated(job: rudra.Job, path: Path) -> np.ndarray[Any, Any]:
         return results.weights
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("protocol", ["sma", "average", "diloco", "hardsync"])
 def test_a_fused_bank_trains_as_a_loop_does(network: str, protocol: str, tmp_path: Path) -> None:

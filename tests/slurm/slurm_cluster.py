@@ -1,6 +1,7 @@
 """A SLURM under test, and jobs in it."""
 
 import os
+import random
 import re
 import shlex
 import subprocess
@@ -41,7 +42,7 @@ class Slow(nn.Module):
 JOB = """
 [model]
 name = "slow:Slow"
-options = { pause_s = 0.1 }
+options = { pause_s = 0.4 }
 
 [data]
 train_limit = 64
@@ -50,6 +51,10 @@ test_limit = 16
 [training]
 minibatch_size = 16
 """
+
+
+ONE_CORE = "import os, random; os.sched_setaffinity(0, {random.choice([*os.sched_getaffinity(0)])})"
+"""For each process: nodes do not know that they share this machine's cores, and ranks with a core each would poll."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +88,10 @@ class Cluster:
             anew: its processes import all by themselves. On a local SLURM they are forks otherwise, if they may be.
         """
         forked = self.directory is not None and not anew and Path(environment) == Path(sys.prefix)
-        rudra = f"exec {shlex.join(forks.rudra())}"
+        rudra = f"exec {shlex.join(forks.rudra(ONE_CORE))}"
         if not forked:
-            rudra = f"unset {SERVER}\nexec {environment}/bin/python -m rudra"
+            alone = f"taskset --cpu-list {random.choice([*os.sched_getaffinity(0)])} " if self.directory else ""
+            rudra = f"unset {SERVER}\nexec {alone}{environment}/bin/python -m rudra"
         (directory / "slow.py").write_text(SLOW)
         (directory / "slow.toml").write_text(JOB)
         (directory / "env" / "bin").mkdir(parents=True)
