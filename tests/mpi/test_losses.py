@@ -196,7 +196,7 @@ def test_a_job_may_stop_when_a_learner_dies_and_be_resumed(tmp_path: Path) -> No
         assert set(results.updates["gradients"]) == {3}
 
 
-@pytest.mark.parametrize(("rank", "topology"), covering([(0, "base")], [(0, "base"), (1, "sharded")]))
+@pytest.mark.parametrize(("rank", "topology"), [(0, "base"), pytest.param(1, "sharded", marks=CAMPAIGN)])
 def test_a_run_that_loses_a_server_goes_on_from_its_last_checkpoint(tmp_path: Path, rank: int, topology: str) -> None:
     every, name = 'checkpoint_every = "5 updates"', f'name = "{topology}"'
     job = job_file(tmp_path, "softsync", results=every, fault_tolerance="restarts = 1", topology=name)
@@ -327,13 +327,13 @@ def test_a_stopped_rank_is_waited_for(tmp_path: Path) -> None:
 
 
 LAST = [
-    ("base", "learner 1", "done"),
+    pytest.param("base", "learner 1", "done", marks=CAMPAIGN),
     ("base", "statistics server", "close"),
     ("groups", "learner 1", "exit"),
 ]
 
 
-@pytest.mark.parametrize(("topology", "victim", "phase"), covering(LAST[1:], LAST))
+@pytest.mark.parametrize(("topology", "victim", "phase"), LAST)
 def test_a_rank_that_dies_in_the_last_moments_is_missed_by_nobody(
     tmp_path: Path, topology: str, victim: str, phase: str
 ) -> None:

@@ -88,16 +88,20 @@ class Cluster:
             anew: its processes import all by themselves. On a local SLURM they are forks otherwise, if they may be.
         """
         forked = self.directory is not None and not anew and Path(environment) == Path(sys.prefix)
-        rudra = f"exec {shlex.join(forks.rudra(ONE_CORE))}"
-        if not forked:
+        programs = {"mpirun": f'exec {environment}/bin/mpirun "$@"'}
+        if forked:
+            # mpirun looks for programs beside itself first.
+            programs["mpirun"] = f'exec {environment}/bin/mpirun "${{@/#rudra/{directory}/env/bin/rudra}}"'
+            programs["rudra"] = f'exec {shlex.join(forks.rudra(ONE_CORE))} "$@"'
+        else:
             alone = f"taskset --cpu-list {random.choice([*os.sched_getaffinity(0)])} " if self.directory else ""
-            rudra = f"unset {SERVER}\nexec {alone}{environment}/bin/python -m rudra"
+            programs["rudra"] = f'unset {SERVER}\nexec {alone}{environment}/bin/python -m rudra "$@"'
         (directory / "slow.py").write_text(SLOW)
         (directory / "slow.toml").write_text(JOB)
         (directory / "env" / "bin").mkdir(parents=True)
-        for name, program in (("rudra", rudra), ("mpirun", f"exec {environment}/bin/mpirun")):
+        for name, script in programs.items():
             file = directory / "env" / "bin" / name
-            file.write_text(f'#!/bin/sh\n{program} "$@"\n')
+            file.write_text(f"#!/bin/bash\n{script}\n")
             file.chmod(0o755)
         command = [*forks.rudra(), "slurm", "slow.toml", "--output", "slow.h5", "--submit"]
         done = self.run(*command, "--environment", directory / "env", *options, cwd=directory)
