@@ -105,7 +105,7 @@ def direct(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 READ_THERE = ["hardsync", "async", "too large for float16", "async on adv", "adv*", "half", "buffers", "easgd"]
 READ_THERE += ["sharded", "one group", "two groups", "groups in float16", "replicas", "blocks"]
 """Where a rank may read vectors on the devices of others."""
-READ_ON_ONE_NODE = ["hardsync", "too large for float16", "half", "one group", "replicas", "blocks"]
+READ_ON_ONE_NODE = ["hardsync", "too large for float16", "half", "one group", "groups in float16", "replicas", "blocks"]
 """Those that are compared, and what runs on two nodes have not."""
 
 TWO_NODES = {
@@ -122,7 +122,7 @@ TWO_NODES = {
 }
 """Nodes of the ranks of runs with pairs of both kinds: on one node, and on two."""
 BETWEEN = ["hardsync", "adv*", "async, parts", "sharded", "two groups", "blocks"]
-MPI_BETWEEN = ["async on adv", "adv*", "two groups"]
+MPI_BETWEEN = ["hardsync", "async on adv", "adv*", "two groups"]
 """Those of them with each kind of sender and receiver, for either transport between nodes."""
 
 
