@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from benchmarks.shared import check_only, chosen
 from rudra.bench.ranks import in_turns, on_ranks, train, write_images
@@ -140,4 +141,6 @@ def make_job(directory: Path, case: Case, m: int, most: int) -> "Job":
 def samples_per_s(results: Results) -> float:
     """Returns the median throughput of a run, without the first updates, which fill caches."""
     updates = results.updates[3:]
-    return float(np.median(updates["samples"][:-1] / np.diff(updates["time_s"])))
+    samples: NDArray[np.int64] = updates["samples"][:-1]
+    time_s: NDArray[np.float64] = updates["time_s"]
+    return float(np.median(samples / np.diff(time_s)))

@@ -13,7 +13,8 @@ from hypothesis import settings
 
 from rudra.prepare import cost_files
 
-settings.register_profile("check", max_examples=40)
+settings.register_profile("check", max_examples=16)
+settings.register_profile("all", max_examples=40)  # of `./check --all`
 settings.register_profile("fuzz", max_examples=4000, print_blob=True)  # a campaign, see tests/unit/fuzzing.py
 settings.load_profile("check")  # `--hypothesis-profile` replaces it
 

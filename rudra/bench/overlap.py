@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rudra.bench.ranks import LEARNER, alexnet_job, on_ranks, train
 from rudra.benchmark_report import Goal, Report, Spread, ratios, spread
@@ -168,7 +169,9 @@ def _of_learner(rows: np.ndarray[Any, np.dtype[np.void]]) -> dict[str, float]:
     """Returns overlap, time per step and time per gradient, without the first few steps and the last one."""
     pushed = rows[rows["step"] >= 0][WARM_UP:-1]
     waited = sum(pushed[name].sum() for name in TIMES[1:])
-    begins = pushed["time_s"] - pushed["compute_s"]
+    ready: NDArray[np.float64] = pushed["time_s"]
+    computed: NDArray[np.float64] = pushed["compute_s"]
+    begins = ready - computed
     return {
         "step_s": float((begins[-1] - begins[0]) / (len(begins) - 1)),
         "overlap": float(pushed["compute_s"].sum() / (pushed["compute_s"].sum() + waited)),

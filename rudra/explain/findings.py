@@ -208,7 +208,8 @@ def _rate(summary: dict[str, Any], results: Results) -> str:
 def held_by_evaluation(results: Results) -> float | None:
     """Returns the fraction of the time that training lost during evaluations. None: it cannot be known."""
     epochs, updates = results.epochs, results.updates
-    tested = epochs[np.isfinite(epochs["evaluation_began_s"])]
+    began_s: NDArray[np.float64] = epochs["evaluation_began_s"]
+    tested = epochs[np.isfinite(began_s)]
     if not len(tested) or len(updates) < 10:
         return None
     first, last = float(updates["time_s"][0]), float(updates["time_s"][-1])

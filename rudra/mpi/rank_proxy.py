@@ -19,8 +19,9 @@ PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signa
 ORPHANED_S = 10.0
 """Time that a rank may take to end after mpirun has ended, before its proxy kills it."""
 
-STANDS_FOR = "for "
-"""Prefix of the name of a proxy's process. The number of the rank's process follows."""
+STANDS_FOR = "for-"
+"""Prefix of the name of a proxy's process. The number of the rank's process follows. There is no space: SLURM (plugin
+proctrack/linuxproc) would not find the process, and could not signal it."""
 
 KILLED_LINE, LEFT_LINE = b"\x1ekilled %d %d\n", b"\x1eleft %d\n"
 """Lines that a proxy writes on standard error for the launcher. The first names a killed rank and the signal. The

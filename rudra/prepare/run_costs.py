@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rudra.core.buckets import copied
 from rudra.core.messages import Rows
@@ -287,8 +288,11 @@ def _in_turns(rows: Rows, plan: Plan) -> Rows:
     if len({*rank.tolist()}) == len(rank):
         return rows
     rows = rows[np.lexsort((rows["time_s"], rank[rows["learner"]]))]
-    same = np.diff(rank[rows["learner"]]) == 0
-    rows["compute_s"][1:][same] = np.minimum(rows["compute_s"][1:], np.diff(rows["time_s"]))[same]
+    learners: NDArray[np.int32] = rows["learner"]
+    same = np.diff(rank[learners]) == 0
+    time_s: NDArray[np.float64] = rows["time_s"]
+    compute_s: NDArray[np.float64] = rows["compute_s"][1:]
+    compute_s[same] = np.minimum(compute_s, np.diff(time_s))[same]
     return rows[rows["compute_s"] > 0]
 
 
@@ -307,7 +311,8 @@ def _copied_s(results: Results) -> float | None:
     gradients, ends, rows = results.gradients, results.epochs["timestamp"], results.minibatches
     if len(ends) < _ENDS or not len(gradients):
         return None
-    last = gradients[np.append(gradients["update"][1:] != gradients["update"][:-1], True)]
+    update: NDArray[np.int64] = gradients["update"]
+    last = gradients[np.append(update[1:] != update[:-1], True)]
     steps = int(max(rows["step"].max(), last["step"].max())) + 1
     numbers = rows["learner"].astype(np.int64) * steps + rows["step"]
     order = np.argsort(numbers)

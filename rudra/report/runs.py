@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 
 from protocols import Protocol, rule_of
@@ -327,7 +328,8 @@ def read(path: Path) -> Run:
 def _replicas(results: Results) -> tuple[Blocks | None, float]:
     """Returns the distance of replicas from the weights, and the bytes of replicas that a learner sends per sample."""
     rows, gradients = results.averages, results.gradients
-    rows = rows[np.isfinite(rows["distance"])]
+    distance: NDArray[np.float64] = rows["distance"]
+    rows = rows[np.isfinite(distance)]
     if not len(rows) or not len(gradients):
         return None, 0.0
     timestamps, places, counts = np.unique(rows["timestamp"], return_inverse=True, return_counts=True)

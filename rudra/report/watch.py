@@ -59,8 +59,10 @@ class Watched:
             self._seen["updates"] += len(piece)
             self._staleness = _joined(self._staleness, piece["time_s"], piece["mean_staleness"])
             self._samples += int(piece["samples"].sum())
-            self._gradients += int(piece["gradients"].sum())
-            self._sigma += float(piece["mean_staleness"] @ piece["gradients"])
+            staleness: NDArray[np.float64] = piece["mean_staleness"]
+            gradients: NDArray[np.int32] = piece["gradients"]
+            self._gradients += int(gradients.sum())
+            self._sigma += float(staleness @ gradients)
             if len(piece):
                 self._recent.append((float(piece["time_s"][-1]), self._samples))
         del self._recent[:-10]

@@ -117,9 +117,14 @@ def carried(
             f"{results.path}: holds {kept - before} updates, but the checkpoint is of update {position.timestamp}"
         )
 
+    def kept_steps(piece: Rows) -> Rows:
+        step: NDArray[np.int64] = piece["step"]
+        learner: NDArray[np.int32] = piece["learner"]
+        return piece[step < steps[learner]]
+
     def minibatches() -> Iterator[Rows]:
         for piece in results.pieces("minibatches"):
-            rows = piece[piece["step"] < steps[piece["learner"]]]
+            rows = kept_steps(piece)
             for name in TIMES:
                 totals[name] += np.bincount(rows["learner"], rows[name], len(totals))
             yield rows[rows["learner"] < count]
@@ -134,8 +139,8 @@ def carried(
             yield piece[piece[column] <= last]
 
     def stages() -> Iterator[Rows]:
-        for piece in results.pieces("stages"):
-            yield piece[(piece["step"] < steps[piece["learner"]]) & (piece["learner"] < count)]
+        for piece in map(kept_steps, results.pieces("stages")):
+            yield piece[piece["learner"] < count]
 
     def events() -> Iterator[Rows]:
         left_out = [b"decided"]  # the position has what took effect
@@ -159,8 +164,8 @@ def carried(
             yield _event(b"branch", position, started_with(position, results.path, lost))
 
     def gradient_norms() -> Iterator[Rows]:
-        for piece in results.pieces("gradient_norms"):
-            yield piece[(piece["step"] < steps[piece["learner"]]) & (piece["learner"] < count)]
+        for piece in map(kept_steps, results.pieces("gradient_norms")):
+            yield piece[piece["learner"] < count]
 
     rows: dict[TableName, Iterable[Rows]] = {
         "gradients": gradients(),

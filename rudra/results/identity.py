@@ -232,7 +232,9 @@ def _different_weights(state: SavedState, weights: NDArray[np.float32] | None, r
     """Returns why a checkpoint's weights do not match a result file, or an empty string if they may match."""
     update, digest = state.position.timestamp, 0
     for piece in results.pieces("updates"):
-        digest = int(next(iter(piece["digest"][piece["timestamp"] == update]), digest))
+        timestamps: NDArray[np.int64] = piece["timestamp"]
+        digests: NDArray[np.uint64] = piece["digest"][timestamps == update]
+        digest = int(next(iter(digests), digest))
     if weights is None or not digest or digest == digest_of(weights[sample(update, len(weights))].tobytes()):
         return ""
     plan = results.plan()

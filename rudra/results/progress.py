@@ -82,8 +82,10 @@ class Progress:
             rows = rows[rows["epoch"] == last["epoch"]]
             self._epoch, self._staleness, self._gradients = int(last["epoch"]), 0.0, 0
         self._samples += int(rows["samples"].sum())
-        self._staleness += float(rows["mean_staleness"] @ rows["gradients"])
-        self._gradients += int(rows["gradients"].sum())
+        staleness: NDArray[np.float64] = rows["mean_staleness"]
+        gradients: NDArray[np.int32] = rows["gradients"]
+        self._staleness += float(staleness @ gradients)
+        self._gradients += int(gradients.sum())
         if last["time_s"] > 0:
             self._rate = self._samples / float(last["time_s"])
         self._draw()

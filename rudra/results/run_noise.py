@@ -129,7 +129,8 @@ def _distances(gradients: Rows, averages: Rows) -> tuple[NDArray[np.float64], ND
     _, mine, its = np.intersect1d(*keys, return_indices=True)
     distance, elasticity = np.full((2, len(gradients)), np.nan)
     distance[mine] = averages["distance"][its]
-    elasticity[mine] = averages["correction"][its] / averages["distance"][its]
+    correction: NDArray[np.float64] = averages["correction"][its]
+    elasticity[mine] = correction / distance[mine]
     return distance, elasticity
 
 
@@ -141,7 +142,8 @@ def _complete(gradients: Rows, updates: Rows) -> tuple[Rows, NDArray[np.int64], 
     there = (place < count) & (gradients["samples"] > 0)
     there[there] = stamps[place[there]] == gradients["update"][there]
     gradients, place = gradients[there], place[there]
-    complete = np.bincount(place, minlength=count) == updates["gradients"]
+    wanted: NDArray[np.int32] = updates["gradients"]
+    complete = np.bincount(place, minlength=count) == wanted
     here = complete[place]
     return gradients[here], (np.cumsum(complete) - 1)[place[here]], updates[complete]
 

@@ -67,7 +67,9 @@ def events(results: Results, plan: Plan, progress: Callable[[int], object]) -> I
     yield from _names(plan)
     learners = plan.learners
     for rows in results.pieces("minibatches"):
-        computed = rows["time_s"] - rows["compute_s"]
+        time_s: NDArray[np.float64] = rows["time_s"]
+        compute_s: NDArray[np.float64] = rows["compute_s"]
+        computed = time_s - compute_s
         parts = _moments(computed, *(rows[name] for name in TIMES))
         for row, marks in zip(rows, parts, strict=True):
             about = {name: _finite(row[name]) for name in ("step", "timestamp", "loss")}
@@ -84,7 +86,8 @@ def events(results: Results, plan: Plan, progress: Callable[[int], object]) -> I
     if plan.stage is not None:
         yield from _stages(results, plan, threads, progress)
     for rows in results.pieces("epochs"):
-        tested = rows[np.isfinite(rows["evaluation_began_s"])]
+        began_s: NDArray[np.float64] = rows["evaluation_began_s"]
+        tested = rows[np.isfinite(began_s)]
         for row, marks in zip(tested, _moments(tested["evaluation_began_s"], tested["evaluation_s"]), strict=True):
             about = {name: _finite(row[name]) for name in ("epoch", "timestamp", "test_error", "test_loss")}
             yield from threads[plan.statistics].spans(("evaluation",), marks, about)

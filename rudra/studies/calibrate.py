@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from rudra.core.actions import Accumulate, Compute, Copy, Correct, Evaluate
@@ -101,9 +102,10 @@ class TimedRun:
         It uses differences of neighbouring steps, so that a slow drift of the whole machine does not count.
         """
         squares: list[float] = []
+        learners: NDArray[np.int32] = self.steady["learner"]
         for learner in range(self.learners):
-            rows = np.sort(self.steady[self.steady["learner"] == learner], order="step")
-            squares += (np.diff(rows["compute_s"]) ** 2 / 2).tolist()
+            compute_s: NDArray[np.float64] = np.sort(self.steady[learners == learner], order="step")["compute_s"]
+            squares += (np.diff(compute_s) ** 2 / 2).tolist()
         return math.sqrt(_mean(squares)) / self.compute_s
 
 

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any, Literal, NamedTuple, TextIO
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rudra.errors import ResultsError, RudraError
 from rudra.job.job import Job
@@ -299,7 +300,9 @@ def _outcome(file: Path) -> list[str]:
     with open_results(file) as results:
         epochs, totals = results.epochs, results.totals
     tested = epochs["test_error"][epochs["evaluated"] != 0]
-    sigma, samples = epochs["mean_staleness"], np.diff(epochs["samples"], prepend=0)
+    sigma: NDArray[np.float64] = epochs["mean_staleness"]
+    applied: NDArray[np.int64] = epochs["samples"]
+    samples = np.diff(applied, prepend=0)
     known = np.isfinite(sigma) & (samples > 0)
     staleness = float(np.average(sigma[known], weights=samples[known])) if known.any() else None
     error = tested[-1] if len(tested) else None

@@ -42,7 +42,7 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("families", together(["base", "groups", "placed"], FAMILIES))
+@pytest.mark.parametrize("families", together(["base", "placed"], FAMILIES))
 def test_learners_join_and_leave_in_each_family(tmp_path: Path, families: list[str]) -> None:
     """All on the same ranks. Synchronous ones reach the bits of virtual time, and all are replayed."""
     jobs = {

@@ -119,9 +119,7 @@ IN_BUCKETS: dict[str, tuple[list[int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "cases", together(["average", "average, by nodes", "average, ranks of two", "diloco"], IN_BUCKETS)
-)
+@pytest.mark.parametrize("cases", together(["average, by nodes", "average, ranks of two", "diloco"], IN_BUCKETS))
 def test_replicas_that_are_averaged_in_buckets_get_the_same_bits(tmp_path: Path, cases: list[str]) -> None:
     """A step begins with its gradient, at the end of a period."""
     jobs: dict[str, tuple[list[int], rudra.Job]] = {}

@@ -13,7 +13,7 @@ from processes import finish, mpirun, ours, ranks_of, replays, start, wait_for_d
 
 import rudra
 from rudra.bench.ranks import on_ranks
-from tests.selection import covering, selected
+from tests.selection import CAMPAIGN, covering, selected
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
@@ -57,7 +57,8 @@ ASYNCHRONOUS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 FORMS = [(name, m) for name in IN_STEP for m in (2, 4) if not (m == 4 and name == "two groups")]  # within a group
-FEW = [(name, m) for name, m in FORMS if m == 4 or name in ("two groups", "one group", "average")]
+FEW = [("hardsync", 4), ("one group", 4), ("two groups", 2), ("sma", 4), ("dormant", 4)]
+IN_LOOPS = ["hardsync", "one group", "sma", "dormant"]
 
 
 @pytest.fixture(scope="module")
@@ -65,13 +66,16 @@ def recorded(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> dict[tuple[str, int, str], Path]:
     """Result files of one launch, by case, learners on a rank, and form."""
+    forms = sorted({(*form, "fused")[:3] for form in selected(request, "form")})
+    looped = selected(request, "name")
+    alone = looped | {name for name, *_ in forms if name in IN_STEP}
     runs = {
         (name, m, "loop"): make_job(protocol, m, "loop", **tables)
         for name, (protocol, tables) in IN_STEP.items()
-        for m in (1, 4)
-        if (name, m) in FORMS or m == 1
+        for m, wanted in ((1, alone), (4, looped))
+        if name in wanted
     }
-    for name, m, bank in sorted({(*form, "fused")[:3] for form in selected(request, "form")}):
+    for name, m, bank in forms:
         protocol, tables = (IN_STEP | ASYNCHRONOUS)[name]
         runs[name, m, bank] = make_job(protocol, m, bank, **tables)
     directory = tmp_path_factory.mktemp("runs")
@@ -86,7 +90,7 @@ def digest(path: Path) -> str:
         return str(results.summary()["weights_sha256"])
 
 
-@pytest.mark.parametrize("name", [name for name in IN_STEP if name != "two groups"])
+@pytest.mark.parametrize("name", covering(IN_LOOPS, [name for name in IN_STEP if name != "two groups"]))
 def test_a_loop_of_learners_on_a_device_has_the_bits_of_ranks_with_one_learner(
     recorded: dict[tuple[str, int, str], Path], name: str
 ) -> None:
@@ -97,7 +101,7 @@ def test_a_loop_of_learners_on_a_device_has_the_bits_of_ranks_with_one_learner(
 @pytest.mark.parametrize(
     "form",
     covering(
-        [("hardsync", 4, "graphs"), ("two groups", 2, "graphs"), ("sma", 4, "graphs"), ("dormant", 4, "graphs")],
+        [("two groups", 2, "graphs"), ("sma", 4, "graphs"), ("dormant", 4, "graphs")],
         [(name, m, "graphs") for name, m in FORMS],
     ),
     ids=str,
@@ -143,10 +147,7 @@ def test_a_fused_bank_on_ranks_is_the_simulated_one(
 @pytest.mark.parametrize(
     "form",
     covering(
-        [
-            *(("async", 2, "fused"), ("softsync", 4, "fused"), ("elastic", 2, "fused"), ("changed", 4, "fused")),
-            *(("softsync", 4, "graphs"), ("elastic", 2, "graphs")),
-        ],
+        [("async", 2, "fused"), ("elastic", 2, "fused"), ("changed", 4, "fused"), ("softsync", 4, "graphs")],
         [(name, m, bank) for name in ASYNCHRONOUS for m in (2, 4) for bank in ("fused", "graphs")],
     ),
     ids=str,
@@ -181,7 +182,7 @@ def settings(keys: list[str]) -> list[str]:
 @pytest.mark.parametrize(
     ("form", "protocol", "topology", "rank", "dead"),
     [
-        ("fused", "softsync", 'name = "base"', 2, [0, 1]),
+        pytest.param("fused", "softsync", 'name = "base"', 2, [0, 1], marks=CAMPAIGN),
         ("fused", "hardsync", 'name = "groups"', 3, [4, 5]),
         ("graphs", "softsync", 'name = "base"', 2, [0, 1]),
     ],
@@ -203,10 +204,11 @@ def test_a_rank_that_is_killed_takes_its_bank_along(
         assert totals["pushed"] == sum(totals[name] for name in ("applied", "pending", "discarded", "lost"))
 
 
-STOPPED = [("fused", "hardsync"), ("fused", "average"), ("graphs", "sma")]
+STOPPED = [("fused", "average"), ("graphs", "sma")]
+MORE = [("fused", "hardsync"), ("fused", "softsync"), ("graphs", "softsync")]
 
 
-@pytest.mark.parametrize("case", covering(STOPPED, [*STOPPED, ("fused", "softsync"), ("graphs", "softsync")]), ids=str)
+@pytest.mark.parametrize("case", covering(STOPPED, STOPPED + MORE), ids=str)
 def test_a_run_that_is_stopped_goes_on_as_if_it_had_not(tmp_path: Path, case: tuple[str, str]) -> None:
     form, protocol = case
     job, output = job_file(tmp_path, protocol), tmp_path / "out.h5"

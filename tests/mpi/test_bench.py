@@ -39,7 +39,7 @@ NEEDS = {
 }
 
 
-COVERING = ["checkpoint", "evaluation", "input", "overhead", "pingpong", "sparse", "strategies", "update"]
+COVERING = ["checkpoint", "input", "overhead", "pingpong", "strategies", "update"]
 """Benchmarks of each kind that take a second or two: of this process and of ranks, with data and without."""
 
 SAMPLES = 1500

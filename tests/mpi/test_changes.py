@@ -82,7 +82,7 @@ CASES |= {
 """Jobs by name: protocol, further tables, and two changes."""
 
 
-@pytest.mark.parametrize("cases", together(["adv*", "sharded", "elastic", "window", "placed"], CASES))
+@pytest.mark.parametrize("cases", together(["adv*", "sharded", "elastic", "window"], CASES))
 def test_runs_that_change_are_replayed(tmp_path: Path, cases: list[str]) -> None:
     """All on the same ranks. Checkpoints of the epochs at whose ends the job changes are kept as well."""
     jobs = {

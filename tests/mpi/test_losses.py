@@ -39,8 +39,9 @@ IN_BUCKETS = ["--set", "cluster.node_memory=false", "--set", "cluster.buckets=0.
     [
         ("softsync", "base", "losing"),
         ("hardsync", "adv", "dying"),
-        ("async", "sharded", "dying"),
-        ("softsync", "base", "parted"),
+        ("async", "sharded", "parted"),
+        pytest.param("async", "sharded", "dying", marks=CAMPAIGN),
+        pytest.param("softsync", "base", "parted", marks=CAMPAIGN),
         pytest.param("softsync", "base", "dying", marks=CAMPAIGN),
         pytest.param("hardsync", "base", "parted", marks=CAMPAIGN),
         pytest.param("softsync", "adv", "parted", marks=CAMPAIGN),
@@ -195,7 +196,7 @@ def test_a_job_may_stop_when_a_learner_dies_and_be_resumed(tmp_path: Path) -> No
         assert set(results.updates["gradients"]) == {3}
 
 
-@pytest.mark.parametrize(("rank", "topology"), [(0, "base"), (1, "sharded")])
+@pytest.mark.parametrize(("rank", "topology"), [(0, "base"), pytest.param(1, "sharded", marks=CAMPAIGN)])
 def test_a_run_that_loses_a_server_goes_on_from_its_last_checkpoint(tmp_path: Path, rank: int, topology: str) -> None:
     every, name = 'checkpoint_every = "5 updates"', f'name = "{topology}"'
     job = job_file(tmp_path, "softsync", results=every, fault_tolerance="restarts = 1", topology=name)
@@ -277,7 +278,7 @@ def test_a_rank_that_dies_before_training_begins_ends_the_job_soon(tmp_path: Pat
         (3, 'name = "base"', True, []),
         pytest.param(5, 'name = "adv"\noptions.fan_out = 2', False, [], marks=CAMPAIGN),
         pytest.param(3, 'name = "base"', True, IN_BUCKETS, marks=CAMPAIGN),
-        (5, 'name = "sharded"\noptions.shards = 3', False, IN_BUCKETS),
+        pytest.param(5, 'name = "sharded"\noptions.shards = 3', False, IN_BUCKETS, marks=CAMPAIGN),
     ],
     ids=["base, comes back", "adv", "base, comes back, in buckets", "sharded, in buckets"],
 )
@@ -326,7 +327,7 @@ def test_a_stopped_rank_is_waited_for(tmp_path: Path) -> None:
 
 
 LAST = [
-    ("base", "learner 1", "done"),
+    pytest.param("base", "learner 1", "done", marks=CAMPAIGN),
     ("base", "statistics server", "close"),
     ("groups", "learner 1", "exit"),
 ]

@@ -35,7 +35,6 @@ COMPARED = ("hardsync, dropout", "hardsync, buffers", "hardsync, shards")
 
 COVERING = [
     "hardsync, dropout",
-    "hardsync, float16 pushes",
     "hardsync, shards",
     "hardsync, leaf servers",
     "hardsync, microbatches",

@@ -31,7 +31,6 @@ CASES = {
 
 COVERING = [
     "hardsync, shards",
-    "hardsync, ranks of two",
     "hardsync, groups, placed",
     "softsync, base",
     "async, overlapped",

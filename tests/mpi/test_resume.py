@@ -70,7 +70,7 @@ def test_hardsync_killed_again_and_again_reaches_the_bits_of_a_run_that_never_st
     assert replays(output)
 
 
-@pytest.mark.parametrize("families", together(["server", "allreduce", "hierarchical", "placed"], SYNCHRONOUS))
+@pytest.mark.parametrize("families", together(["server", "hierarchical", "placed"], SYNCHRONOUS))
 def test_ranks_and_simulations_go_on_from_each_others_checkpoints_with_the_same_bits(
     tmp_path: Path, families: list[str]
 ) -> None:

@@ -13,6 +13,7 @@ from processes import finish, mpirun, start, wait_for_updates
 import rudra
 from rudra.errors import RudraError
 from rudra.results import checkpoint
+from tests.selection import covering
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
@@ -127,11 +128,12 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(
     assert said in err
 
 
-def test_under_mpirun_the_learners_are_the_ranks_left(tmp_path: Path) -> None:
+@pytest.mark.parametrize("anew", covering([False], [False, True]), ids=["forks", "anew"])
+def test_under_mpirun_the_learners_are_the_ranks_left(tmp_path: Path, anew: bool) -> None:
     job = Path(job_file(tmp_path, "network", "prompt"))
     job.write_text(job.read_text().replace("learners = 3\n", ""))
     output = tmp_path / "out.h5"
-    code, out, err = mpirun(3, "run", str(job), "--output", str(output), anew=True)
+    code, out, err = mpirun(3, "run", str(job), "--output", str(output), anew=anew)
     assert code == 0, err
     with rudra.open_results(output) as results:
         assert results.summary()["learners"] == 1

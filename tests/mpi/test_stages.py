@@ -23,7 +23,7 @@ SYNCHRONOUS = '[placement]\ncut = 3\nrule = "synchronous"\n'
 @pytest.mark.parametrize(
     ("topology", "servers", "hits"),
     [
-        ("base", 2, [signal.SIGKILL, signal.SIGTERM]),
+        ("base", 2, [signal.SIGKILL]),
         pytest.param("groups", 1, [signal.SIGKILL], marks=CAMPAIGN),
         pytest.param("sharded", 1, [signal.SIGTERM], marks=CAMPAIGN),
     ],

@@ -12,6 +12,7 @@ from processes import finish, replays, start, wait_for_deaths, wait_for_updates
 import rudra
 from rudra.bench.ranks import on_ranks
 from rudra.job.job import Job
+from tests.selection import covering
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
 
@@ -82,7 +83,7 @@ def test_one_worker_has_the_bits_of_async_whatever_it_copies(tmp_path: Path) -> 
     assert all(replays(tmp_path / f"locked {kind}.h5") for kind in ("small", "large"))
 
 
-@pytest.mark.parametrize("locking", [True, False])
+@pytest.mark.parametrize("locking", covering([True], [True, False]))
 def test_workers_that_die_leave_what_they_did_and_the_rest_is_served_again(tmp_path: Path, locking: bool) -> None:
     path, output = as_file(window_job("struck", 4, locking), tmp_path), tmp_path / "out.h5"
     process = start("run", path, "--output", output)

@@ -39,6 +39,7 @@ def simulated(job: rudra.Job, path: Path) -> np.ndarray[Any, Any]:
         return results.weights
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("protocol", ["sma", "average", "diloco", "hardsync"])
 def test_a_fused_bank_trains_as_a_loop_does(network: str, protocol: str, tmp_path: Path) -> None:
@@ -94,7 +95,8 @@ def test_any_cluster_may_have_fused_banks(case: str, tmp_path: Path) -> None:
     found = []
     for bank in ("loop", "fused"):
         cluster = {**tables.get("cluster", {}), "bank": bank}
-        found.append(simulated(make_job(protocol, bank, **{**tables, "cluster": cluster}), tmp_path / f"{bank}.h5"))
+        about = {"model": {"name": "mlp"}, **tables, "cluster": cluster}
+        found.append(simulated(make_job(protocol, bank, **about), tmp_path / f"{bank}.h5"))
     assert np.abs(found[0] - found[1]).max() <= near
     rows = []
     for bank in ("loop", "fused"):

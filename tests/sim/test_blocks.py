@@ -23,6 +23,7 @@ from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.prepare.nodes import nodes_of
 from rudra.simulation.costs import CostModel
+from tests.selection import covering
 
 GROUPED = {"name": "replicas", "options": {"groups": 2}}
 BLOCKS = {"name": "hierarchical", "options": {"blocks": 2}}
@@ -178,7 +179,11 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=str)
+COVERING = [CASES[place] for place in (0, 1, 2, 4, 6, 9)]
+"""Each rule and each topology."""
+
+
+@pytest.fixture(scope="module", params=covering(COVERING, CASES), ids=str)
 def calm(request: pytest.FixtureRequest) -> tuple[Job, TrialResult]:
     name, averaging, topology = request.param
     run = averaged(

@@ -91,7 +91,7 @@ GROUPS = ({"parameters": "*.bias", "rate_factor": 2.0}, {"parameters": "last.*",
 @pytest.mark.parametrize(
     ("run", "cut"),
     [
-        (digits("mlp", 3), 3),
+        pytest.param(digits("mlp", 3), 3, marks=CAMPAIGN),
         pytest.param(digits("lenet", 3), 5, marks=CAMPAIGN),
         (digits("lenet", 2), 6),  # the last layers change the tensor
         (small("hardsync", 3), "middle"),
@@ -159,7 +159,7 @@ GROUPED = {"name": "groups", "options": {"groups": 2}}
     ("topology", "shares"),
     [
         (GROUPED, ()),
-        ({"name": "groups"}, ()),
+        pytest.param({"name": "groups"}, (), marks=CAMPAIGN),
         ({"name": "groups"}, (1, 3, 2, 1, 3)),
         ({"name": "groups", "options": {"parameter_server": True, "reduction": "nodes"}}, ()),
     ],

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from slurm_cluster import LOCAL, ROOT, Cluster, left_over
 
+from rudra.mpi.forkserver import SERVER, fork_server
 from tests.waiting import eventually
 
 # Jobs in partition low make way for those in the usual one.
@@ -25,7 +26,7 @@ PartitionName=low Nodes=node[7-8] PriorityTier=0 GraceTime=3
 
 @pytest.fixture(scope="session")
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A throw-away SLURM, or with --slurm=here the one that is there."""
+    """A throw-away SLURM, or with --slurm=here the one that is there. All nodes of the first use one fork server."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     for name in [name for name in env if name.startswith(("SLURM_", "SBATCH_", "OMPI_COMM", "PMI"))]:
@@ -44,10 +45,12 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     conf = directory.with_name("more.conf")
     conf.write_text(CONF)
     try:
-        up = _local("up", "--nodes", "8", "--cpus", "4", "--conf", conf, "--until", str(os.getpid()), directory)
-        if up.returncode:
-            pytest.skip(f"no local SLURM: {up.stderr.strip().splitlines()[-1]}")
-        yield Cluster({**env, "SLURM_CONF": str(directory / "etc" / "slurm.conf")}, directory)
+        with fork_server():
+            up = _local("up", "--nodes", "8", "--cpus", "4", "--conf", conf, "--until", str(os.getpid()), directory)
+            if up.returncode:
+                pytest.skip(f"no local SLURM: {up.stderr.strip().splitlines()[-1]}")
+            env |= {"SLURM_CONF": str(directory / "etc" / "slurm.conf"), SERVER: os.environ[SERVER]}
+            yield Cluster(env, directory)
     finally:
         _local("down", directory).check_returncode()
         assert not directory.exists()

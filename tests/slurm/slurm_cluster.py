@@ -1,7 +1,9 @@
 """A SLURM under test, and jobs in it."""
 
 import os
+import random
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from rudra.mpi.forkserver import SERVER
+from tests import forks
 from tests.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,7 +42,7 @@ class Slow(nn.Module):
 JOB = """
 [model]
 name = "slow:Slow"
-options = { pause_s = 0.1 }
+options = { pause_s = 0.4 }
 
 [data]
 train_limit = 64
@@ -47,6 +51,10 @@ test_limit = 16
 [training]
 minibatch_size = 16
 """
+
+
+ONE_CORE = "import os, random; os.sched_setaffinity(0, {random.choice([*os.sched_getaffinity(0)])})"
+"""For each process: nodes do not know that they share this machine's cores, and ranks with a core each would poll."""
 
 
 @dataclass(frozen=True)
@@ -68,16 +76,34 @@ class Cluster:
             command, cwd=cwd, env=self.env, capture_output=True, text=True, timeout=timeout, check=False
         )
 
-    def submit(self, directory: Path, *options: str, environment: str | Path = sys.prefix) -> "Batch":
-        """Writes a script for the slow job with `rudra slurm`, and submits it."""
+    def submit(
+        self, directory: Path, *options: str, environment: str | Path = sys.prefix, anew: bool = False
+    ) -> "Batch":
+        """Writes a script for the slow job with `rudra slurm`, and submits it.
+
+        Args:
+            directory: of the job.
+            options: of `rudra slurm`.
+            environment: whose Python and MPI the job uses.
+            anew: its processes import all by themselves. On a local SLURM they are forks otherwise, if they may be.
+        """
+        forked = self.directory is not None and not anew and Path(environment) == Path(sys.prefix)
+        programs = {"mpirun": f'exec {environment}/bin/mpirun "$@"'}
+        if forked:
+            # mpirun looks for programs beside itself first.
+            programs["mpirun"] = f'exec {environment}/bin/mpirun "${{@/#rudra/{directory}/env/bin/rudra}}"'
+            programs["rudra"] = f'exec {shlex.join(forks.rudra(ONE_CORE))} "$@"'
+        else:
+            alone = f"taskset --cpu-list {random.choice([*os.sched_getaffinity(0)])} " if self.directory else ""
+            programs["rudra"] = f'unset {SERVER}\nexec {alone}{environment}/bin/python -m rudra "$@"'
         (directory / "slow.py").write_text(SLOW)
         (directory / "slow.toml").write_text(JOB)
         (directory / "env" / "bin").mkdir(parents=True)
-        for name, program in (("rudra", "python -m rudra"), ("mpirun", "mpirun")):
+        for name, script in programs.items():
             file = directory / "env" / "bin" / name
-            file.write_text(f'#!/bin/sh\nexec {environment}/bin/{program} "$@"\n')
+            file.write_text(f"#!/bin/bash\n{script}\n")
             file.chmod(0o755)
-        command = [sys.executable, "-m", "rudra", "slurm", "slow.toml", "--output", "slow.h5", "--submit"]
+        command = [*forks.rudra(), "slurm", "slow.toml", "--output", "slow.h5", "--submit"]
         done = self.run(*command, "--environment", directory / "env", *options, cwd=directory)
         assert done.returncode == 0, done.stderr
         found = re.search(r"submitted as job (\d+)", done.stdout)

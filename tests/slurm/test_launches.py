@@ -8,6 +8,7 @@ import pytest
 from slurm_cluster import Cluster
 
 import rudra
+from tests.selection import covering
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(400)]
 
@@ -53,7 +54,7 @@ def test_fewer_ranks_than_roles(cluster: Cluster, openmpi: Path, tmp_path: Path)
     assert said == "2 ranks are too few for topology base; start 6"
 
 
-@pytest.mark.parametrize("library", ["openmpi", "mpich"])
+@pytest.mark.parametrize("library", covering(["openmpi"], ["openmpi", "mpich"]))
 def test_the_right_launch(request: pytest.FixtureRequest, cluster: Cluster, tmp_path: Path, library: str) -> None:
     environment: Path = request.getfixturevalue(library)
     kind = "pmix" if library == "openmpi" else "pmi2"

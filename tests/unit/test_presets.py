@@ -169,7 +169,7 @@ def test_the_stall_of_lambda_softsync_lies_between_two_readings_of_the_paper() -
     assert p775.cifar10_s(many, **passes) / p775.cifar10_s(one, **passes) == pytest.approx(theirs, rel=0.03)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_the_fit_finds_the_constants_of_the_preset() -> None:
     table, imagenet = (
         cost_files.load(Job(model={"name": name}, simulation={"costs": "p775"})).simulation

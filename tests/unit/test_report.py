@@ -3,6 +3,8 @@ import dataclasses
 import io
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -37,9 +39,24 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_study(tmp_path_factory.mktemp("studies") / "grid", (4, 64), (1, 10, 30))
 
 
+@contextmanager
+def without_layout() -> Iterator[None]:
+    """Figures are drawn, but not laid out, which takes half of their time: for tests of what is in them."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("matplotlib.layout_engine.ConstrainedLayoutEngine.execute", lambda engine, figure: None)
+        yield
+
+
 @pytest.fixture(scope="module")
 def page(study: Path) -> str:
-    return report([study], study.parent / "page.html")[0].read_text(encoding="utf-8")
+    with without_layout():
+        return report([study], study.parent / "page.html")[0].read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def _not_laid_out() -> Iterator[None]:
+    with without_layout():
+        yield
 
 
 @pytest.fixture
@@ -236,6 +253,7 @@ def test_p_he_is_against_one_group_with_a_server_where_there_is_one(tmp_path: Pa
     assert (ours is not None) is known
 
 
+@pytest.mark.usefixtures("_not_laid_out")
 @pytest.mark.parametrize(
     ("updates", "epochs", "finish", "said"),
     [
@@ -311,7 +329,7 @@ def test_mistakes(
         report([tmp_path / name for name in files], tmp_path / output)
 
 
-@pytest.mark.usefixtures("_undrawn")
+@pytest.mark.usefixtures("_undrawn", "_not_laid_out")
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "run.h5", updates=5, epochs=1, staleness=1)
     page, place = tmp_path / "page.html", tmp_path / "figures"
@@ -340,6 +358,7 @@ def hits(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output.argmax(1) == target).float().mean()
 
 
+@pytest.mark.usefixtures("_not_laid_out")
 def test_runs_without_an_error_show_loss_metrics_and_target(tmp_path: Path) -> None:
     job = rudra.Job.load("digits").with_(
         model={"name": "mlp"},
@@ -447,6 +466,7 @@ def test_errors_losses_and_rates_of_training_are_shown(tmp_path: Path) -> None:
     assert table.columns == ("run", "epoch", "training loss", "training error (%)", "learning rate α")
 
 
+@pytest.mark.usefixtures("_not_laid_out")
 def test_error_and_loss_are_not_in_one_panel(tmp_path: Path) -> None:
     """A run without an error is named where it is not, and brings a figure of the loss."""
     write_point(tmp_path / "a.h5", protocol="softsync", n=2, mu=4, lam=4)
@@ -477,12 +497,14 @@ def test_figures_of_few_and_many_runs_have_logarithmic_axes_where_asked(tmp_path
     assert list(training.left_out.values()) == [[study.known[0].label]]
 
 
+@pytest.mark.usefixtures("_not_laid_out")
 def test_commands_that_draw_accept_logarithmic_axes(tmp_path: Path) -> None:
     files = write_grid(tmp_path, 2)
     assert main(["report", *map(str, files), "-o", str(tmp_path / "page.html"), "--log"]) == 0
     assert main(["plot", *map(str, files), "-o", str(tmp_path / "page.png"), "--log"]) == 0
 
 
+@pytest.mark.usefixtures("_not_laid_out")
 def test_nothing_stale_is_one_line(tmp_path: Path) -> None:
     write_point(tmp_path / "hard.h5", protocol="hardsync", n=None, mu=4, lam=4)
     assert "staleness-histogram" not in drawn([tmp_path / "hard.h5"])
