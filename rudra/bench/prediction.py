@@ -9,7 +9,7 @@ from rudra.api import run as train
 from rudra.benchmark_report import Goal, Report, ratios, spread
 from rudra.data.noise import noise
 from rudra.job.job import Job
-from rudra.prepare.cost_files import at
+from rudra.prepare.points import at
 from rudra.simulation.predict import predict, steady_rate
 from rudra.studies.calibrate import calibrate
 

@@ -9,8 +9,9 @@ from rudra.cli.options import at_least, force_option, job_argument, numbers, sea
 SUMMARY = "measure what a job's model costs on this machine"
 
 MORE = """\
-Runs the job on real ranks for about a minute, with one learner and with several, at several mini-batch sizes
-(μ). The machine should be otherwise idle. Without -o, `rudra predict` and `rudra simulate` find the measured
+Runs the job on real ranks for one or two minutes, with one learner and with several, at several mini-batch sizes
+(μ). It also times the gradients of a bank of 2, 4 … learners on one device, in its fastest form. The machine
+should be otherwise idle. Without -o, `rudra predict` and `rudra simulate` find the measured
 costs for this model on this machine; with -o, a job names the file: [simulation] costs = \"FILE.toml\"."""
 
 EXAMPLES = {
@@ -32,6 +33,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--sizes", metavar="N,N,…", help="values of μ. Default: the job's, a quarter of it, four times it"
+    )
+    parser.add_argument(
+        "--bank",
+        type=at_least(1),
+        default=8,
+        metavar="N",
+        help="largest number of learners of a bank (learners_per_device). 1: no banks. Default: 8",
     )
     parser.add_argument(
         "--seconds", type=float, metavar="S", help="seconds of computation for each measurement. Default: 2"
@@ -59,6 +67,7 @@ def execute(arguments: argparse.Namespace) -> int:
         job,
         learners=arguments.learners,
         sizes=numbers("--sizes", arguments.sizes),
+        bank=arguments.bank,
         seconds=arguments.seconds,
         show=not arguments.quiet and sys.stderr.isatty(),
     )

@@ -109,10 +109,10 @@ class SimulationTable(Table):
     compute_s: float | dict[int, float] = Field(
         0.1, description="compute time of a learner for one mini-batch, in seconds: a number, or a table of μ = seconds"
     )
-    bank_s: dict[int, float] = Field(
+    bank_s: dict[int, float | dict[int, float]] = Field(
         {},
-        description="table of m = seconds in which m learners of a bank compute a mini-batch each. Other m are "
-        "interpolated. Default: one learner after another, in m times compute_s",
+        description="table of m = seconds until each of m learners of a bank has computed a mini-batch: a number, or a "
+        "table of μ = seconds. Other m are interpolated. Default: one learner after another, in m times compute_s",
     )
     layers: tuple[LayerCost, ...] = Field(
         (),
@@ -284,8 +284,12 @@ class SimulationTable(Table):
         least = 0 if info.field_name == "learner_jitter" else None
         of = {"compute_s": "μ =", "bank_s": "m =", "nodes": "λ ="}.get(info.field_name or "", "learner")
         entries = {"": value} if not isinstance(value, dict) else {f"of {of} {k}": v for k, v in value.items()}
-        if not entries and info.field_name in {"compute_s", "nodes"}:
+        inner = {where: own for where, own in entries.items() if isinstance(own, dict)}
+        if (not entries and info.field_name in {"compute_s", "nodes"}) or not all(inner.values()):
             raise ValueError("has no entry; use a number, or a table with at least one entry")
+        for where, own in inner.items():
+            del entries[where]
+            entries |= {f"{where}, μ = {k}": v for k, v in own.items()}
         for where, number in entries.items():
             if number is not None and (number <= 0 if least is None else number < least):
                 raise ValueError(f"{where} must be {'> 0' if least is None else '>= 0'}, not {number}".strip())
@@ -294,6 +298,8 @@ class SimulationTable(Table):
     @field_validator("compute_s", "bank_s", "nodes")
     @classmethod
     def _positive_keys(cls, value: Any) -> Any:
-        if isinstance(value, dict) and any(key < 1 for key in value):
-            raise ValueError(f"has a key {min(value)}; use 1 or more")
+        tables = [value, *value.values()] if isinstance(value, dict) else []
+        for table in tables:
+            if isinstance(table, dict) and any(key < 1 for key in table):
+                raise ValueError(f"has a key {min(table)}; use 1 or more")
         return value

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 import os
 import re
 from collections.abc import Mapping
@@ -13,10 +12,11 @@ from rudra.errors import ConfigError, meant
 from rudra.files import cache_directory
 from rudra.job.job import Job
 from rudra.job.jobfiles import read_toml
-from rudra.job.simulation import DEFAULTS, PER_BYTE
+from rudra.job.simulation import DEFAULTS, PER_BYTE, SimulationTable
 from rudra.job.table import named
 from rudra.machine import cores, processor
 from rudra.prepare import run_costs
+from rudra.prepare.points import BankSeconds, at, bank_at
 
 PRESETS = Path(__file__).parent / "presets"
 
@@ -102,8 +102,24 @@ def costs_of_run(path: Path, job: Job) -> run_costs.RunCosts:
 
 
 def _keys_of_run(found: run_costs.RunCosts) -> dict[str, Any]:
-    (size, seconds), *_ = found.keys["compute_s"].items()
-    return _nearest(found.known, found.layout, found.keys, _scaled(found.known.get("compute_s"), size, seconds))
+    ((size, alone_s),) = found.keys["compute_s"].items()
+    banks = _banks_of_run(found, size, alone_s)
+    alone_s = bank_at(banks, 1, size) if banks else alone_s
+    scaled = _scaled(found.known.get("compute_s"), size, alone_s)
+    return _nearest(found.known, found.layout, found.keys, scaled, {"bank_s": banks} if banks else {})
+
+
+def _banks_of_run(found: run_costs.RunCosts, size: int, alone_s: float) -> BankSeconds:
+    """Returns the times of the run's banks, and known times of other banks and mini-batch sizes, scaled to the run."""
+    own = {m: seconds[size] for m, seconds in found.keys.get("bank_s", {}).items()}
+    known = SimulationTable(bank_s=found.known.get("bank_s", {})).bank_s
+    if not known:
+        return {m: {size: seconds} for m, seconds in own.items()}
+    sizes = {size}.union(*(seconds for seconds in known.values() if isinstance(seconds, Mapping)))
+    most = max(own, default=1)
+    scale = own.get(most, alone_s) / bank_at(known, most, size)
+    scales = {m: own[m] / bank_at(known, m, size) if m in own else scale for m in {*known, *own}}
+    return {m: {of: scales[m] * bank_at(known, m, of) for of in sorted(sizes)} for m in sorted(scales)}
 
 
 def _scaled(compute_s: float | Mapping[int, float] | None, size: int, seconds: float) -> dict[str, Any]:
@@ -147,20 +163,3 @@ def find(costs: str) -> Path:
 def presets() -> list[str]:
     """Returns the names of the clusters that come with Rudra."""
     return sorted(path.stem for path in PRESETS.glob("*.toml"))
-
-
-def at(compute_s: float | Mapping[int, float], minibatch_size: int) -> float:
-    """Returns the seconds for one mini-batch, given a constant or points (μ, seconds) on straight lines in log-log
-    scale.
-
-    The outermost lines are extended. A single point means that the time is proportional to μ.
-    """
-    if not isinstance(compute_s, Mapping):
-        return compute_s
-    points = sorted((math.log(size), math.log(seconds)) for size, seconds in compute_s.items())
-    if len(points) == 1:
-        return math.exp(points[0][1]) * minibatch_size / math.exp(points[0][0])
-    x = math.log(minibatch_size)
-    place = min(max(1, sum(size < x for size, _ in points)), len(points) - 1)
-    (x0, y0), (x1, y1) = points[place - 1], points[place]
-    return math.exp(y0 + (y1 - y0) * (x - x0) / (x1 - x0))

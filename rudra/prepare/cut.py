@@ -15,6 +15,7 @@ from rudra.job.simulation import SimulationTable
 from rudra.log import log
 from rudra.prepare import cost_files
 from rudra.prepare.nodes import network_of, nodes_of
+from rudra.prepare.points import at
 from rudra.prepare.profile import profile, sizes
 from rudra.prepare.start import Decided
 from topologies import groups
@@ -155,4 +156,4 @@ def known(table: SimulationTable, minibatch_size: int) -> tuple[Layer, ...]:
 
 def _at(times: Mapping[int, float], minibatch_size: int) -> float:
     """Returns the seconds at a mini-batch size. A layer that never takes time takes none."""
-    return cost_files.at({size: max(seconds, 1e-12) for size, seconds in times.items()}, minibatch_size)
+    return at({size: max(seconds, 1e-12) for size, seconds in times.items()}, minibatch_size)

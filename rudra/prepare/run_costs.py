@@ -23,7 +23,9 @@ from rudra.job.simulation import SimulationTable
 from rudra.job.tables import OptimizerTable
 from rudra.machine import cores
 from rudra.prepare.early_rows import left_out
+from rudra.prepare.points import at
 from rudra.prepare.recorded_spread import Times, TimeSpread, spread_of
+from rudra.prepare.run_banks import BankTimes, hosts, without_banks
 from rudra.prepare.run_network import ROWS, hosts_of, network_of_run, places_of
 from rudra.results.identity import completed, tables_of
 from rudra.results.reader import Results, open_results
@@ -79,6 +81,7 @@ class RunCosts:
 
 _QUANTITIES = {
     "compute times": ("compute_s",),
+    "banks": ("bank_s",),
     "slow learners": ("slowdown",),
     "jitter": ("jitter",),
     "latency": ("latency_s", "local_latency_s"),
@@ -137,7 +140,7 @@ def fitted(results: Results, known: Mapping[str, Any] | None = None, learners: i
         ConfigError: The rows do not suffice.
     """
     plan = results.plan()
-    rows = _rows(results, plan)
+    rows, banks = _rows(results, plan)
     others = "`rudra calibrate`" if known else "defaults"
     if results.attributes["driver"] == "simulation":
         own = completed(results.job)["simulation"]
@@ -158,10 +161,12 @@ def fitted(results: Results, known: Mapping[str, Any] | None = None, learners: i
     copies = copied(OptimizerTable(**completed(results.job)["optimizer"]).state_vectors)
     left_share = left_out(results.attributes, prior, (size, parameters), alone, usual_s, copies)
     rows["compute_s"][early] /= 1 - left_share
-    spread, compute_s, slow, jitter = _computations(rows, plan, slowed(together))
+    apart = rows if banks else _in_turns(rows, plan)
+    spread, compute_s, slow, jitter = _computations(apart, plan, slowed(together))
     own = {"slowdown": slow, "learner_jitter": jitter}
     left = {key: {number: value for number, value in of.items() if number < count} for key, of in own.items()}
     keys: dict[str, Any] = {"compute_s": compute_s, **left, **spread.keys()}
+    keys |= {"bank_s": _bank_s(banks, compute_s)} if banks else {}
     update_s = _update_s(results, rows, plan)
     keys |= {} if update_s is None else {"update_s": update_s}
     keys |= network_of_run(results, rows, plan, prior, size_bytes, update_s or 0.0)
@@ -173,8 +178,8 @@ def fitted(results: Results, known: Mapping[str, Any] | None = None, learners: i
     return RunCosts(keys, known, layout, slow, len(rows), others)
 
 
-def _rows(results: Results, plan: Plan) -> Rows:
-    """Returns the mini-batches that count.
+def _rows(results: Results, plan: Plan) -> BankTimes:
+    """Returns the mini-batches that count, as single learners compute them.
 
     Raises:
         ConfigError: There are too few, or their times do not describe single learners.
@@ -188,17 +193,23 @@ def _rows(results: Results, plan: Plan) -> Rows:
     rows = results.minibatches
     if not len(rows) and len(results.updates):
         raise ConfigError(f"{where}: has no mini-batches; use a run with results.minibatches = true")
-    counts = {plan.roles[role].index: 0 for role in plan.learners}
+    banks: Mapping[int, float] = {}
+    if results.job["cluster"]["learners_per_device"] is not None and plan.averaging and not plan.served:
+        rows, banks = without_banks(rows, plan, where)
+    # Dormant learners have none.
+    counts = {int(learner): 0 for learner in np.unique(rows["learner"])} or {0: 0}
     rows = rows[(rows["step"] >= WARM) & (rows["compute_s"] > 0)]
     for learner, count in zip(*np.unique(rows["learner"], return_counts=True), strict=True):
         counts[int(learner)] = int(count)
     learner = min(counts, key=lambda each: counts[each])
+    if banks:
+        return BankTimes(rows, banks)
     if counts[learner] < ROWS:
         raise ConfigError(
             f"{where}: learner {learner} has {counts[learner]} mini-batches after the first {WARM}; costs need {ROWS} "
             "of each learner: use a longer run"
         )
-    return rows
+    return BankTimes(rows, {})
 
 
 def _layout(results: Results, plan: Plan, learners: int) -> dict[str, Any]:
@@ -263,11 +274,12 @@ def _computations(
     """Returns the spread of times, the time of a mini-batch of each size, slow learners, and jitters that differ."""
     sizes, counts = np.unique(rows["samples"], return_counts=True)
     main = int(sizes[counts.argmax()])
-    rows = _in_turns(rows, plan)
     times: dict[int, Times] = {}
     for role in plan.learners:
         number = plan.roles[role].index
         mine = np.sort(rows[rows["learner"] == number], order="step")
+        if not len(mine):  # it was dormant
+            continue
         own = mine["samples"].astype(float)
         # Sizes that differ between learners, or within one, are compared per sample.
         times[number] = mine["compute_s"] * (main / own)
@@ -282,9 +294,7 @@ def _computations(
 
 def _in_turns(rows: Rows, plan: Plan) -> Rows:
     """Returns the rows without the times that learners of one rank waited for their turns."""
-    rank = np.zeros(plan.learner_numbers, np.int64)
-    for role in plan.learners:
-        rank[plan.roles[role].index] = plan.roles[role].world_rank
+    rank = hosts(plan)
     if len({*rank.tolist()}) == len(rank):
         return rows
     rows = rows[np.lexsort((rows["time_s"], rank[rows["learner"]]))]
@@ -294,6 +304,13 @@ def _in_turns(rows: Rows, plan: Plan) -> Rows:
     compute_s: NDArray[np.float64] = rows["compute_s"][1:]
     compute_s[same] = np.minimum(compute_s, np.diff(time_s))[same]
     return rows[rows["compute_s"] > 0]
+
+
+def _bank_s(banks: Mapping[int, float], compute_s: Mapping[int, float]) -> dict[int, dict[int, float]]:
+    """Returns the times of banks on a node of their own."""
+    ((size, alone_s),) = compute_s.items()
+    scale = alone_s / at(banks, 1)
+    return {m: {size: seconds * scale} for m, seconds in banks.items()}
 
 
 def _update_s(results: Results, rows: Rows, plan: Plan) -> float | None:

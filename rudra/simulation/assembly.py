@@ -62,7 +62,7 @@ def prices_of(
         if start not in known:
             size, bytes_ = job.training.minibatch_size, tensor_bytes(size_bytes)
             about: dict[str, Any] = {"size_bytes": bytes_, "placed": placed, "paces": paces_of(job, plan)}
-            about["urgent"] = job.evaluations_decide
+            about |= {"urgent": job.evaluations_decide, "banks": job.cluster.learners_per_device is not None}
             about["overlap"] = Overlap(job, plan, bytes_ // 4, buffers, placed)
             known[start] = CostModel(job.simulation, plan, size, job.cluster.parts, **about)
         return known[start]

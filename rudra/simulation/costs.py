@@ -41,7 +41,7 @@ from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.job.simulation import SimulationTable
 from rudra.log import log
-from rudra.prepare.cost_files import at
+from rudra.prepare.points import at, bank_at
 from rudra.simulation.overlap import Overlap
 from topologies import Plan
 from topologies.kinds import ELSEWHERE
@@ -128,6 +128,7 @@ class CostModel:
         placed: How the model is divided between learners and a stage server.
         paces: Paces of learners whose batches may have any size. `compute_s` then holds the time of the first batch.
         overlap: Gradients and weights that are sent in buckets. None: all are sent as a whole.
+        banks: Whether the learners of a rank compute together (`ClusterTable.learners_per_device`).
         urgent: Whether evaluations have the priority of the training, because they decide.
 
     Attributes:
@@ -151,6 +152,7 @@ class CostModel:
         placed: Placed | None = None,
         paces: Mapping[int, Pace] | None = None,
         overlap: Overlap | None = None,
+        banks: bool = False,
         urgent: bool = True,
     ) -> None:
         self.paces, self._overlap = paces or {}, overlap
@@ -179,7 +181,7 @@ class CostModel:
         self.crowding = {place: 1 + table.node_slowdown * (count - 1) for place, count in ranks.items()}
         self._ranks = ranks
         self.evaluation = self.evaluation_of(urgent=urgent)
-        self.compute_s = self._compute_times(minibatch_size, shares)
+        self.compute_s = self._compute_times(minibatch_size, shares, banks=banks)
         self._local_s: dict[type[ExecutorAction], tuple[float, float]] = {
             Accumulate: _affine(table.gradient_s, table.gradient_s_per_byte),
             Update: _affine(table.update_s, table.update_s_per_byte),
@@ -246,7 +248,7 @@ class CostModel:
             return None
         return Crowded(node, core_s * max(1.0, (wanted + weight) / (cores * weight)), core_s / wanted)
 
-    def _compute_times(self, minibatch_size: int, shares: tuple[float, ...]) -> dict[int, float]:
+    def _compute_times(self, minibatch_size: int, shares: tuple[float, ...], *, banks: bool) -> dict[int, float]:
         table, plan, learners = self.table, self.plan, self.plan.whole.learners
         if self.paces:
             own_s = {role: pace.seconds(pace.size) for role, pace in self.paces.items()}
@@ -255,7 +257,7 @@ class CostModel:
             counts = {role: portion(plan, role, minibatch_size, shares).count for role in learners}
             alone_s = {count: at(table.compute_s, count) for count in {*counts.values()}}
             own_s = {role: alone_s[counts[role]] for role in learners}
-            own_s |= self._bank_times()
+            own_s |= self._bank_times(counts) if banks else {}
             self.guessed = guessed(table.compute_s, alone_s)
         return {
             role: own_s[role]
@@ -264,12 +266,16 @@ class CostModel:
             for role in learners
         }
 
-    def _bank_times(self) -> dict[int, float]:
-        """Returns the time that each learner of a bank adds to it: they compute together, which takes `bank_s`."""
+    def _bank_times(self, counts: Mapping[int, int]) -> dict[int, float]:
+        """Returns the time that each learner of a bank adds to it: they compute together, which takes `bank_s`.
+
+        Args:
+            counts: Learner -> samples of its mini-batch.
+        """
         table = self.table.bank_s
         hosts = {role: self.plan.roles[role].world_rank for role in self.plan.learners} if table else {}
         sizes = Counter(hosts.values())
-        return {role: at(table, sizes[rank]) / sizes[rank] for role, rank in hosts.items()}
+        return {role: bank_at(table, sizes[rank], counts[role]) / sizes[rank] for role, rank in hosts.items()}
 
     def computation(self, role: int, source: random.Random) -> Callable[[], float]:
         """Returns a function that draws the duration in seconds of each mini-batch of a learner."""
@@ -425,7 +431,8 @@ def expected_shares(job: Job, plan: Plan) -> tuple[float, ...]:
         plan: Roles and their ranks.
     """
     size = job.training.minibatch_size
-    compute_s = CostModel(job.simulation, plan, size, job.cluster.parts).compute_s
+    banks = job.cluster.learners_per_device is not None
+    compute_s = CostModel(job.simulation, plan, size, job.cluster.parts, banks=banks).compute_s
     seconds = [compute_s[role] for role in plan.whole.learners]
     shares = by_speed(seconds)
     log.info(f"{job.name}: by these costs {speeds_text(seconds, size, shares)}")

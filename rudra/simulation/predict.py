@@ -249,8 +249,10 @@ def _evaluate(
     else:
         first, per_s = steady_rate(updates)
     began, ended = updates["time_s"][first], updates["time_s"][-1]
-    # The last gradients got no answer, so they have no waiting time. With overlap every gradient may have none.
-    answered = plan.overlapped | (sum(minibatches[name] for name in TIMES[1:]) > 0)
+    # The last gradients got no answer, so they have no waiting time. With overlap, or if nothing but computing takes
+    # time, every gradient may have none.
+    answered = np.sum([minibatches[name] for name in TIMES[1:]], axis=0) > 0
+    answered |= plan.overlapped or not np.any(answered)
     steady = minibatches[(minibatches["time_s"] > began) & answered]
     times = {name.removesuffix("_s"): float(steady[name].sum()) for name in TIMES}
     staleness = gradients["staleness"][gradients["update"] > updates["timestamp"][first]]

@@ -13,11 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from rudra.core.messages import Rows
 from rudra.core.wire import tail_bytes
 from rudra.job.job import Job
 from rudra.prepare.cost_files import costs_of_run
 from rudra.prepare.recorded_job import recorded_job
 from rudra.prepare.run_costs import WARM, RunCosts
+from rudra.prepare.run_network import ROWS
 from rudra.results.reader import Results, open_results
 from rudra.simulation.predict import Outline, Prediction, predict, steady_rate
 
@@ -36,7 +38,7 @@ class FittedRun:
         costs: Costs of its rows.
         outline: Size of its data and model.
         epoch_s: Measured time of an epoch, at the steady rate of the run.
-        itself: Prediction for the run itself, with the predicted time.
+        itself: Prediction for the run itself, after the last change of its job, with the predicted time.
         message_s: Server's time for a message by which the run's learners need as long for an exchange as measured.
             None: as in `costs`.
         trust: See `recorded_job`.
@@ -62,12 +64,12 @@ class FittedRun:
         with open_results(path) as results:
             job = recorded_job(results, trust=trust)
             outline = _outline(results)
-            _, per_s = steady_rate(results.updates)
+            _, per_s = steady_rate(_after_changes(results, job))
             exchange_s = _exchange_s(results)
-        costs = costs_of_run(path, job)
-        itself, message_s = predict(job, known=outline), None
+        costs, last = costs_of_run(path, job), job.after(len(job.changes))
+        itself, message_s = predict(last, known=outline), None
         if exchange_s is not None:
-            itself, message_s = _with_exchange(job, itself, outline, exchange_s)
+            itself, message_s = _with_exchange(last, itself, outline, exchange_s)
         epoch_s = outline.training_samples / per_s
         return cls(path, _paying(job, message_s), costs, outline, epoch_s, itself, message_s, trust)
 
@@ -116,6 +118,16 @@ class FittedRun:
         off = f"{self.itself.epoch_s:.4g} s per epoch of the run itself, which took {self.epoch_s:.4g} s"
         own = f"With {self.message_s * 1e3:.2g} ms for a message of the server, they" if self.message_s else "They"
         return f"Costs {self.costs.as_text()}.\n{own} predict {off}; times are scaled by {self.ratio:.3f}."
+
+
+def _after_changes(results: Results, job: Job) -> Rows:
+    """Returns the updates after the last change of a run. If there are few, all updates."""
+    updates, begins = results.updates, 0
+    if job.changes and (number := job.changes[-1].boundary.number):
+        ends = results.epochs["timestamp"][:number]
+        begins = number if job.changes[-1].boundary.key == "at_update" else int(ends[-1])
+    later = updates[updates["timestamp"] > begins]
+    return later if len(later) >= ROWS else updates
 
 
 def _paying(job: Job, message_s: float | None) -> Job:

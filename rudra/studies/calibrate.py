@@ -38,6 +38,7 @@ from rudra.prepare.start import StartRequest
 from rudra.results.reader import open_results
 from rudra.results.recorder import arithmetic
 from rudra.simulation.predict import outline
+from rudra.studies.bank_costs import NO_BANKS, BankCosts, measure_banks
 from rudra.studies.tcp_cost import cpu_s_per_byte
 from topologies import base
 
@@ -53,6 +54,9 @@ Execute = Callable[[Runs], int]
 LEARNERS = 2
 SECONDS = 2.0
 """Computing time of each run. The whole run takes two or three times as long."""
+
+BANK = 8
+"""Largest number of learners of a bank that is measured."""
 
 STEPS = 40
 """Minimum number of mini-batches of each learner in a run."""
@@ -137,6 +141,7 @@ def calibrate(
     *,
     learners: int = LEARNERS,
     sizes: Sequence[int] | None = None,
+    bank: int = BANK,
     seconds: float | None = None,
     show: bool = True,
     execute: Execute | None = None,
@@ -147,6 +152,7 @@ def calibrate(
         job: job that defines model, data and optimiser. Its protocol does not matter.
         learners: number of learners that compute at once in the runs with several learners.
         sizes: values of μ to measure, by default a quarter of the job's, the job's, and four times the job's.
+        bank: largest number of learners of a bank to measure. 1: banks are not measured.
         seconds: computing time of each run, by default `SECONDS`.
         show: show a progress bar.
         execute: runs the timed jobs on ranks that exist. None: ranks are started.
@@ -161,7 +167,7 @@ def calibrate(
     own = job.training.minibatch_size
     sizes = sorted(set(sizes or (max(1, own // 4), own, own * 4)))
     threads = job.cluster.threads_per_rank or max(1, cores() // learners)
-    job = _timed(job).resolved(learners=1, threads_per_rank=threads)
+    form, job = job.cluster, _timed(job).resolved(learners=1, threads_per_rank=threads)
     cases = [(size, count) for size in sizes for count in sorted({1, learners})]
     with tqdm(total=1 + len(cases), desc="calibrating: one process", disable=not show, leave=False) as bar:
         alone = measure_alone(job, sizes)
@@ -170,10 +176,11 @@ def calibrate(
         except ConfigError:  # the model cannot be taken apart
             layers = final_toml(final_at(job, seconds=seconds))
         layers += f"\n{needed_toml(*needed_at(job, seconds=seconds))}"
+        banks = measure_banks(job, form, sizes, bank, seconds or SECONDS) if bank > 1 else NO_BANKS
         bar.update()
         plain = job.with_(protocol={"correction": None, "correction_options": {}})  # which is timed by itself
         probes = _probe(plain, cases, alone, seconds or SECONDS, bar, execute)
-    return cost_file(job, derive(probes, alone), outline(job).size_bytes, learners, layers)
+    return cost_file(job, derive(probes, alone), outline(job).size_bytes, learners, layers, banks)
 
 
 _NO_BANKS = {key: ClusterTable.model_fields[key].default for key in BANK_KEYS}
@@ -415,7 +422,9 @@ def derive(probes: Sequence[TimedRun], alone: Alone) -> Costs:
     )
 
 
-def cost_file(job: Job, found: Costs, size_bytes: int, learners: int, layers: str = "") -> str:
+def cost_file(
+    job: Job, found: Costs, size_bytes: int, learners: int, layers: str = "", banks: BankCosts = NO_BANKS
+) -> str:
     """Returns the text of a cost file.
 
     Args:
@@ -425,6 +434,7 @@ def cost_file(job: Job, found: Costs, size_bytes: int, learners: int, layers: st
         learners: largest number of learners that were busy at once.
         layers: costs of the model's layers, when parts of a gradient are final, and when a forward pass needs its
             parameters, as TOML.
+        banks: times of the learners of a bank.
     """
     model = job.model.name if isinstance(job.model.name, str) else job.model.name.__name__
     held = max(1, tensor_bytes(size_bytes))
@@ -455,7 +465,7 @@ local_bandwidth_bytes_per_s = {size_bytes / found.transfer_s:.4g}  # {found.tran
 message_s = {found.message_s:.3g}
 
 [models.{json.dumps(model)}]
-compute_s = {{ {points} }}  # one learner only
+compute_s = {{ {points} }}  # one learner only{banks.as_toml(found.compute_s)}
 node_slowdown = {found.node_slowdown:.3f}  # what each further learner adds
 jitter = {found.jitter:.3f}
 gradient_s_per_byte = {found.gradient_s / held:.3g}  # {found.gradient_s * 1e3:.3g} ms for all of it

@@ -29,7 +29,7 @@ def test_a_calibration_leaves_a_file_that_predicts(
     job = tmp_path / "mine.toml"
     job.write_text(shipped_jobs()["digits"].read_text().replace('"lenet"', '"beside_job:network"'))
     monkeypatch.setattr(cost_files, "MEASURED", tmp_path / "measured")
-    measure = ["calibrate", str(job), "--sizes", "8,16", "--seconds", "0.1", "--quiet"]
+    measure = ["calibrate", str(job), "--sizes", "8,16", "--bank", "2", "--seconds", "0.1", "--quiet"]
     assert main([*measure, "--set", "optimizer.learning_rate=1e30", "--set", "protocol.correction=dc_asgd"]) == 0
     said = capsys.readouterr()
     (path,) = (tmp_path / "measured").iterdir()
@@ -40,6 +40,8 @@ def test_a_calibration_leaves_a_file_that_predicts(
     # A correction reads and writes each byte more often than an addition.
     assert model["gradient_s_per_byte"] < model["correction_s_per_byte"] < 1e-6
     assert list(model["compute_s"]) == ["8", "16"]
+    assert model["bank_s"]["1"] == model["compute_s"]
+    assert [*model["bank_s"]["2"]] == ["8", "16"]
     assert [layer["name"] for layer in model["layers"]] == list("01234567")
     found = predict(Job.load(job, ["cluster.learners=1"]))
     assert found.costs == str(path)

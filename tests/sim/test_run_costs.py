@@ -263,3 +263,62 @@ def test_too_few_rows_are_refused_with_the_number_that_is_needed(
     assert "costs need 20 of each learner: use a longer run" in capsys.readouterr().err
     lines = explain(path).lines
     assert lines[-1].startswith("No predictions: [simulation] costs = ")
+
+
+BANK_S = {1: 0.010, 2: 0.011, 4: 0.012, 8: 0.030, 16: 0.07}
+
+
+def of_banks(**cluster: Any) -> Job:
+    """Learners of one device, of whom 16 take longer than their advantage."""
+    about = {"jitter": 0.02, "bank_s": BANK_S, "update_s": 1e-4}
+    cluster = {"learners_per_device": "auto", "learners": 16, **cluster}
+    training = {"epochs": 20, "minibatch_size": 4}
+    return job(simulation=about, protocol={"name": "sma"}, cluster=cluster, training=training, data={"name": "digits"})
+
+
+def test_the_times_of_all_sizes_come_out_of_a_bank_that_grew(tmp_path: Path) -> None:
+    """Most of its learners never computed, or only for a while."""
+    path = tmp_path / "run.h5"
+    simulated(path, of_banks())
+    found = costs(path)
+    expected = {m: {4: pytest.approx(BANK_S[m], rel=0.03)} for m in (1, 2, 4, 8)}
+    assert {m: seconds for m, seconds in found.keys["bank_s"].items() if m in BANK_S} == expected
+    assert found.keys["compute_s"] == pytest.approx({4: 0.010}, rel=0.02)
+    assert not found.slow
+    assert found.as_text().startswith(f"from {found.minibatches:,} mini-batches of the run: compute times, banks, ")
+    run = FittedRun.read(path)
+    assert run.ratio == pytest.approx(1.0, abs=0.03), "after the last change"
+    fixed = of_banks(learners_per_device=2, learners=2)
+    per_s = simulated(tmp_path / "two.h5", fixed)
+    two = ["cluster.learners_per_device=2", "cluster.learners=2", "cluster.most_learners_per_device=", "changes=[]"]
+    assert run.predict(run.written(two)).samples_per_s == pytest.approx(per_s, rel=0.05)
+
+
+def test_a_calibration_says_how_long_other_banks_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In proportion to the bank of the run, which takes twice as long here."""
+    calibrated = {1: {1: 0.0025, 4: 0.005}, 4: {1: 0.005, 4: 0.006}}
+    path, table = tmp_path / "run.h5", tmp_path / "measured.toml"
+    models = {"bank_s": calibrated, "compute_s": calibrated[1]}
+    table.write_text("\n".join(["[models.lenet]", *(f"{key} = {_toml(of)}" for key, of in models.items())]))
+    monkeypatch.setattr("rudra.prepare.cost_files.measured_path", lambda job: table)
+    simulated(path, of_banks(learners_per_device=4, learners=4))
+    as_measured(path)
+    found = load(Job(model={"name": "lenet"}, data={"name": "digits"}, simulation={"costs": str(path)})).simulation
+    for m, sizes in calibrated.items():
+        assert found.bank_s[m] == pytest.approx({of: 2 * seconds for of, seconds in sizes.items()}, rel=0.03)
+    assert found.compute_s == pytest.approx({1: 0.005, 4: 0.010}, rel=0.03)
+
+
+def _toml(table: Any) -> str:
+    if not isinstance(table, dict):
+        return repr(table)
+    return f"{{ {', '.join(f'{key} = {_toml(of)}' for key, of in table.items())} }}"
+
+
+def test_a_run_with_few_updates_of_each_bank_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.h5"
+    simulated(
+        path, of_banks(learners_per_device=4, learners=4).with_(data={"train_limit": 12 * 16}, training={"epochs": 1})
+    )
+    with pytest.raises(ConfigError, match=re.escape(f"costs = '{path}': costs need 20 updates of a bank")):
+        costs(path)

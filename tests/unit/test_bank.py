@@ -299,11 +299,11 @@ def test_the_fastest_form_is_chosen_and_remembered(
     found = {"loop": 2.0, "graphs": 1.5, "fused": 1.0}
     measured = []
 
-    def measure(learners: Any, forms: Sequence[str]) -> Mapping[str, float]:
+    def measure(learners: Any, forms: Sequence[str], span_s: float) -> Mapping[str, float]:
         measured.append([*forms])
         return {form: found[form] for form in forms}
 
-    monkeypatch.setattr(choice, "_measured", measure)
+    monkeypatch.setattr(choice, "measured_times", measure)
     with caplog.at_level("INFO"):
         assert [chosen(job) for _ in range(3)] == ["fused"] * 3
         assert chosen(job, cluster={"deterministic": True}) == "graphs", "it has the last bits of a loop"

@@ -1,5 +1,6 @@
 """A cost file from made-up runs: the costs that went in come out, and a prediction gives the runs' times back."""
 
+import math
 import time
 import tomllib
 from dataclasses import replace
@@ -7,15 +8,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from rudra.cli.main import main
 from rudra.core import records
 from rudra.core.wire import tail_bytes
-from rudra.errors import RunError
+from rudra.errors import ConfigError, RunError
 from rudra.job.job import Job
 from rudra.machine import cores
+from rudra.prepare import bank_size
 from rudra.simulation.predict import Outline, outline, predict
 from rudra.studies import calibrate
+from rudra.studies.bank_costs import BankCosts, measure_banks
 from rudra.studies.calibrate import Alone, TimedRun
 from rudra.studies.tcp_cost import SENT_BYTES, cpu_s_per_byte
 
@@ -101,7 +105,7 @@ def test_a_prediction_from_the_file_gives_the_runs_times_back(tmp_path: Path) ->
 
 
 def test_a_correction_and_the_cores_of_the_node_are_in_the_file() -> None:
-    job = Job.load("digits", ["cluster.learners=1", "cluster.threads_per_rank=1"])
+    job = Job.load("digits", ["cluster.learners=1", "cluster.threads_per_rank=1", "data.train_limit=64"])
     corrected = replace(ALONE, correction_s=1e-3)
     for alone, per_byte in ((ALONE, None), (corrected, pytest.approx(1e-6, rel=0.01))):
         file = tomllib.loads(calibrate.cost_file(job, calibrate.derive(made(), alone), tail_bytes(1) + 1000, 2))
@@ -113,6 +117,63 @@ def test_learners_of_a_bank_are_timed_by_themselves() -> None:
     cluster = {"learners": 4, "learners_per_device": 4, "bank": "graphs", "streams": 2}
     timed = calibrate._timed(Job(protocol={"name": "sma"}, cluster=cluster)).cluster
     assert (timed.learners_per_device, timed.bank, timed.streams) == (None, "auto", None)
+
+
+BANKED = Job.load(
+    "digits", ["model.name=mlp", "data.train_limit=64", "protocol.name=sma", "cluster.threads_per_rank=1"]
+)
+
+
+def banks_of(job: Job, sizes: list[int], most: int) -> BankCosts:
+    return measure_banks(calibrate._timed(job).resolved(learners=1), job.cluster, sizes, most, 0.0)
+
+
+def test_banks_are_timed_in_the_form_of_the_job() -> None:
+    cluster = {"learners": 4, "learners_per_device": 4, "bank": "fused"}
+    found = banks_of(BANKED.with_(cluster=cluster), [2, 8], 4)
+    assert {m: [*sizes] for m, sizes in found.relative.items()} == {1: [2, 8], 2: [2, 8], 4: [2, 8]}
+    assert found.forms == {1: ("loop",) * 2, 2: ("fused",) * 2, 4: ("fused",) * 2}
+    assert found.relative[1] == {2: 1.0, 8: 1.0}
+    assert {*banks_of(BANKED.with_(cluster={"bank": "auto"}), [2], 2).forms[2]} <= {"loop", "fused"}
+
+
+def test_banks_are_as_large_as_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bank_size, "free_memory", lambda: 1_000_000)  # six learners take half of it
+    assert [*banks_of(BANKED, [2], 64).relative] == [1, 2, 4]
+
+
+def test_a_bank_that_the_model_cannot_make_is_refused() -> None:
+    job = BANKED.with_(cluster={"learners": 2, "learners_per_device": 2, "bank": "fused"})
+    with pytest.raises(ConfigError, match=r"\[cluster\] bank = 'fused'"):
+        banks_of(job.with_(model={"name": f"{__name__}:data_dependent"}), [2], 2)
+
+
+def data_dependent(input_shape: tuple[int, ...], classes: int) -> torch.nn.Module:
+    class Choosing(torch.nn.Linear):
+        def forward(self, samples: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = super().forward(samples.flatten(1))
+            return found if found.sum() > 0 else -found
+
+    return Choosing(math.prod(input_shape), classes)
+
+
+def test_a_cost_file_says_how_long_a_bank_takes_at_any_minibatch(tmp_path: Path) -> None:
+    """In multiples of the time of one learner on ranks."""
+    banks = BankCosts({1: {8: 1.0, 32: 1.0}, 4: {8: 2.0, 32: 3.0}}, {1: ("loop",) * 2, 4: ("fused", "graphs")})
+    job = Job.load("digits", ["cluster.learners=1", "protocol.name=sma", "topology.name=replicas"])
+    text = calibrate.cost_file(job, calibrate.derive(made(), ALONE), outline(job).size_bytes, 2, banks=banks)
+    assert "forms 1: loop; 4: fused, graphs" in text
+    path = tmp_path / "costs.toml"
+    path.write_text(text, encoding="utf-8")
+    samples_per_s = {}
+    for size in (8, 32):
+        for m in (1, 4):
+            cluster = {"learners": m, "learners_per_device": m}
+            own = job.with_(simulation={"costs": str(path), "jitter": 0.0}, training={"minibatch_size": size})
+            found = predict(own.with_(cluster=cluster), known=Outline(16_000, 8))
+            samples_per_s[size, m] = found.samples_per_s
+    assert samples_per_s[8, 4] == pytest.approx(2 * samples_per_s[8, 1], rel=0.05)
+    assert samples_per_s[32, 4] == pytest.approx(4 / 3 * samples_per_s[32, 1], rel=0.05)
 
 
 def test_a_byte_of_tcp_takes_some_time_of_a_core() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import tomllib
 from collections import Counter
 from pathlib import Path
@@ -22,11 +23,15 @@ from rudra.core.actions import (
     Update,
 )
 from rudra.core.layout import Placed
+from rudra.core.training_state import BEGINNING
 from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.prepare import cost_files
-from rudra.prepare.cost_files import at, find, load, presets
+from rudra.prepare.cost_files import find, load, presets
 from rudra.prepare.nodes import nodes_of
+from rudra.prepare.phases import phases_of
+from rudra.prepare.points import at
+from rudra.simulation.assembly import prices_of
 from rudra.simulation.costs import CostModel, Link, guessed
 
 SERVER, STATISTICS = 0, 1
@@ -65,6 +70,49 @@ BENT = {4: 1.0, 16: 2.0, 64: 8.0}  # ∝ √μ, and from 16 on ∝ μ
 )
 def test_seconds_for_a_minibatch(compute_s: Any, minibatch_size: int, seconds: float) -> None:
     assert at(compute_s, minibatch_size) == pytest.approx(seconds)
+
+
+BANK = {1: {4: 1.0, 16: 2.0}, 4: {4: 2.0, 16: 8.0}}
+
+
+@pytest.mark.parametrize(
+    ("bank_s", "cluster", "size", "seconds"),
+    [
+        (BANK, {"learners_per_device": 4}, 4, 0.5),
+        (BANK, {"learners_per_device": 4}, 16, 2.0),
+        (BANK, {"learners_per_device": 2}, 4, 2.0**0.5 / 2),  # between the sizes of a bank
+        (BANK, {"learners_per_device": 4}, 8, 1.0),  # between mini-batches
+        ({1: 1.0, 4: 2.0}, {"learners_per_device": 4}, 8, 0.5),  # of any mini-batch
+        (BANK, {"learners_per_device": 4, "active_learners": 1}, 16, 2.0),
+        (BANK, {"learners_per_rank": 4}, 4, 3.0),  # they take turns
+        (BANK, {}, 4, 3.0),
+        ({}, {"learners_per_device": 4}, 4, 3.0),
+    ],
+)
+def test_learners_of_a_bank_share_its_time(bank_s: Any, cluster: dict[str, Any], size: int, seconds: float) -> None:
+    about = {"bank_s": bank_s, "compute_s": 3.0, "nodes": 1, "sharing": "turns"}
+    cluster = {"learners": 4, **cluster}
+    job = Job(protocol={"name": "sma"}, training={"minibatch_size": size}, cluster=cluster, simulation=about).resolved()
+    phases = phases_of(job, job.plan(nodes_of(job)), 100)
+    model = prices_of(phases, 4)(BEGINNING)
+    assert [model.compute_s[role] for role in model.plan.learners] == pytest.approx(
+        [seconds] * (job.cluster.active_learners or 4)
+    )
+
+
+@pytest.mark.parametrize(
+    ("bank_s", "text"),
+    [
+        ({0: 1.0}, "bank_s has a key 0; use 1 or more"),
+        ({2: {0: 1.0}}, "bank_s has a key 0; use 1 or more"),
+        ({2: {4: 0.0}}, "bank_s of m = 2, μ = 4 must be > 0, not 0.0"),
+        ({2: -1.0}, "bank_s of m = 2 must be > 0, not -1.0"),
+        ({2: {}}, "bank_s has no entry; use a number, or a table with at least one entry"),
+    ],
+)
+def test_a_table_of_banks_that_is_none_is_refused(bank_s: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        Job(simulation={"bank_s": bank_s})
 
 
 @pytest.mark.parametrize(

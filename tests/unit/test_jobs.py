@@ -12,6 +12,7 @@ from rudra.data.load import DataInfo
 from rudra.job.job import Job
 from rudra.job.jobfiles import shipped_jobs
 from rudra.prepare import cost_files
+from rudra.prepare.points import at
 from rudra.studies import sweep
 
 ROOT = Path(__file__).parents[2]
@@ -251,10 +252,10 @@ def test_a_study_of_hogbatch_has_the_papers_networks_batches_and_speeds(name: st
     small, large = alone
     assert (small.kind, small.threads, small.min, small.max) == ("small", 48, 1, most)
     assert (large.kind, large.min, large.max) == ("large", *bounds)
-    seconds = {size: cost_files.at(large.compute_s, size) for size in bounds}
+    seconds = {size: at(large.compute_s, size) for size in bounds}
     used = bounds[0] / seconds[bounds[0]] / (bounds[1] / seconds[bounds[1]])
     assert used == pytest.approx(0.5, abs=0.02), "what is left of its samples a second in its smallest batch"
-    slower = cost_files.at(small.compute_s, 1) / 48 / (seconds[bounds[1]] / bounds[1])
+    slower = at(small.compute_s, 1) / 48 / (seconds[bounds[1]] / bounds[1])
     assert 236 <= slower * (8 if name == "reuters" else 1) <= 317, "§7.2"
 
 

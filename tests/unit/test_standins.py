@@ -10,7 +10,7 @@ from rudra.job.job import Job
 from rudra.job.jobfiles import PAPER, read_toml, shipped_jobs
 from rudra.job.tables import ModelTable
 from rudra.prepare import cost_files
-from rudra.prepare.cost_files import at
+from rudra.prepare.points import at
 from rudra.simulation.predict import outline, predict
 from rudra.studies import standins, sweep
 from rudra.studies.standins import STAND_INS

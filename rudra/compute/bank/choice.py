@@ -1,5 +1,6 @@
 """The form of a bank: a check that the job's form is possible, or a measurement of the forms before training."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
@@ -22,7 +23,7 @@ from rudra.log import log
 from topologies import Plan
 
 _SPAN_S = 2.0
-"""Time for the measurement of all forms together."""
+"""Time for the measurement of all forms together, before training."""
 
 _FASTER = 1.05
 """Least advantage over the loop that justifies another form, which takes more memory or changes the last bits."""
@@ -65,31 +66,53 @@ def choose_form(job: Job, plan: Plan, data: Data, device: torch.device, gradient
     if job.cluster.bank != "auto":
         return job.cluster.bank
     m = job.cluster.tried_bank_size or 1
-    excluded = {"graphs": _not_graphed_because(job, device), "fused": not_fused_because(job)}
-    if m == 1 or plan.overlapped or all(excluded.values()):
+    if m == 1 or plan.overlapped or all(_excluded(job, device).values()):
         return "loop"
-    learners, forms, reasons = BankLearners(job, plan, data, device, gradients), ["loop"], []
-    for form, check in _CHECKS.items():
-        if not excluded[form]:
-            try:
-                check(learners)
-                check_device_memory(job.with_(cluster={"bank": form}), plan, data, device)
-                forms.append(form)
-            except ConfigError as error:
-                reasons.append(str(error))
+    learners = BankLearners(job, plan, data, device, gradients)
+    forms, reasons = possible_forms(learners, plan)
     if len(forms) == 1:
         log.info(f"{job.name}: the learners of a bank compute one after another ({'; '.join(reasons)})")
         return "loop"
     file = MeasuredForms(job, learners.models[0], data.info, forms)
     times, when = file.read(), f", measured earlier: {file.path}"
     if times is None:
-        times, when = _measured(learners, forms), ""
+        times, when = measured_times(learners, forms, _SPAN_S), ""
         file.write(times)
-    best = min(times, key=times.__getitem__)
-    form = best if times["loop"] > _FASTER * times[best] else "loop"
+    form = fastest(times)
     text = ", ".join(f"{name} {1e3 * seconds / m:.3g} ms" for name, seconds in sorted(times.items()))
     log.info(f"{job.name}: bank of {m} learners: {form} (a gradient takes: {text}{when})")
     return form
+
+
+def possible_forms(learners: BankLearners, plan: Plan) -> tuple[list[str], list[str]]:
+    """Returns the forms that a job with an open form may use, and why its model, data or memory exclude others.
+
+    Args:
+        learners: Learners of a bank.
+        plan: Role assignment.
+    """
+    job, device = learners.job, learners.device
+    excluded, forms, reasons = _excluded(job, device), ["loop"], []
+    for form, check in _CHECKS.items():
+        if not excluded[form]:
+            try:
+                check(learners)
+                check_device_memory(job.with_(cluster={"bank": form}), plan, learners.data, device)
+                forms.append(form)
+            except ConfigError as error:
+                reasons.append(str(error))
+    return forms, reasons
+
+
+def fastest(times: Times) -> str:
+    """Returns the form that `auto` takes. Another one than the loop must be clearly faster."""
+    best = min(times, key=times.__getitem__)
+    return best if times.get("loop", math.inf) > _FASTER * times[best] else "loop"
+
+
+def _excluded(job: Job, device: torch.device) -> dict[str, str]:
+    """Returns form -> the key or device that excludes it. Empty: none does."""
+    return {"graphs": _not_graphed_because(job, device), "fused": not_fused_because(job)}
 
 
 def _not_graphed_because(job: Job, device: torch.device) -> str:
@@ -105,20 +128,26 @@ _CHECKS: dict[str, Callable[[BankLearners], None]] = {
 """Checks of each form except the plain loop, which any job allows."""
 
 
-def _measured(learners: BankLearners, forms: Sequence[str]) -> Times:
-    """Measures the gradients of all learners of a bank in several forms, in turns. Returns their shortest times."""
+def measured_times(learners: BankLearners, forms: Sequence[str], span_s: float) -> Times:
+    """Measures the gradients of all learners of a bank in several forms, in turns. Returns their shortest times.
+
+    Args:
+        learners: Learners of a bank.
+        forms: Forms.
+        span_s: Seconds that all forms together take, at least one round of each.
+    """
     restore = arithmetic_of_thread()
     warm = WARM if kind_of(learners.device).records else 0
-    fastest: dict[str, float] = {}
+    shortest: dict[str, float] = {}
     with ExitStack() as stack:
         stack.callback(restore)
         trials = {form: stack.enter_context(closing(FormTrial(learners, form))) for form in forms}
-        end = time.perf_counter() + _SPAN_S
+        end = time.perf_counter() + span_s
         for round_ in range(1000):
             for form, trial in trials.items():
                 seconds = trial.seconds()
                 if round_ > warm:  # the first gradients allocate memory, and are recorded
-                    fastest[form] = min(fastest.get(form, seconds), seconds)
-            if fastest and time.perf_counter() > end:
+                    shortest[form] = min(shortest.get(form, seconds), seconds)
+            if shortest and time.perf_counter() > end:
                 break
-    return fastest
+    return shortest
