@@ -15,7 +15,7 @@ from rudra.tuning.final_scores import Score
 from rudra.tuning.probes import Probe
 from rudra.tuning.remarks import remarks
 from rudra.tuning.rounds import LATER, latest_s, simplicity, until_target
-from rudra.tuning.space import Settings, in_words
+from rudra.tuning.space import PER_DEVICE, PER_RANK, Settings, in_words
 from rudra.tuning.state import Estimate, SearchState
 
 SPEED_ERROR = 1.1
@@ -157,7 +157,9 @@ class Verdict(NamedTuple):
             return ""
         table = self.job.cluster
         learners = finalist.settings.get("cluster.learners", table.learners or 1)
-        ranks = -(-learners // finalist.settings.get("cluster.learners_per_rank", table.per_rank))
+        usual = 1 if PER_DEVICE[0] in finalist.settings else table.per_rank
+        each = finalist.settings.get(PER_DEVICE[0]) or finalist.settings.get(PER_RANK[0], usual)
+        ranks = -(-learners // each)
         return f"; machine time {duration(finalist.time_s * ranks)} on {ranks} ranks"
 
     def _on_test_set(self) -> str:

@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import protocols
@@ -72,6 +73,7 @@ _SHORT = {
     "averaging.period": "τ = {}",
     "cluster.learners": "λ = {}",
     "cluster.learners_per_rank": "m = {}",
+    "cluster.learners_per_device": "m = {}",
     "placement.cut": "cut {}",
     "cluster.shares": "shares {}",
     "optimizer.learning_rate": "α0 = {:.3g}",
@@ -150,9 +152,31 @@ def _shares(job: Job) -> Iterator[tuple[Any]]:
 
 def _per_rank(job: Job) -> Iterator[tuple[int, int]]:
     """m and λ: learners of averages on the same ranks, as many as the job has and twice as many."""
-    if job.make_protocol().averages and not job.simulation.slowdown and job.cluster.learners_per_device is None:
+    if job.make_protocol().averages and not job.simulation.slowdown and not _has_banks(job):
         each = job.cluster.learners_per_rank
         yield from ((each * times, job.learners * times) for times in (1, 2))
+
+
+def _has_banks(job: Job) -> bool:
+    """Whether learners may share a device in a bank: the job has banks, or their times are known."""
+    table = job.cluster
+    return table.learners_per_device is not None or (bool(job.simulation.bank_s) and table.learners_per_rank == 1)
+
+
+def _per_device(job: Job, sizes: Sequence[Any] = ()) -> Iterator[tuple[Any, int]]:
+    """m and λ: learners of averages on the same devices, up to the largest bank whose time is known.
+
+    Args:
+        job: Job whose λ gives the number of devices.
+        sizes: Values of m of the user. Empty: powers of two.
+    """
+    own = job.cluster.bank_size or 1
+    devices = job.learners // own
+    if sizes or (job.make_protocol().averages and not job.simulation.slowdown and _has_banks(job)):
+        most = max(job.simulation.bank_s, default=2 * own)
+        for m in sizes or sorted({*powers(most), *([] if job.cluster.grows else [own])}):
+            alone = m == 1 and job.cluster.learners_per_device is None
+            yield (None if alone else m, job.learners if m == "auto" else devices * m)
 
 
 def _cuts(job: Job) -> Iterator[tuple[str | None]]:
@@ -179,6 +203,7 @@ OF_STRATEGIES = {"optimizer.learning_rate", "optimizer.momentum"}
 """Keys that strategies vary for each point. Other values of the user make points of their own."""
 
 PER_RANK = ("cluster.learners_per_rank", "cluster.learners")
+PER_DEVICE = ("cluster.learners_per_device", "cluster.learners")
 
 DIMENSIONS: tuple[Dimension, ...] = (
     Dimension("protocol and topology", ("protocol.name", "topology.name"), _pairs),
@@ -188,6 +213,7 @@ DIMENSIONS: tuple[Dimension, ...] = (
     Dimension("period", ("averaging.period",), _periods),
     Dimension("shares", ("cluster.shares",), _shares),
     Dimension("learners per rank", PER_RANK, _per_rank),
+    Dimension("learners per device", PER_DEVICE, _per_device),
     Dimension("cut", ("placement.cut",), _cuts),
     Dimension(
         "learning rate",
@@ -223,12 +249,14 @@ def chosen(given: Mapping[str, Sequence[Any]]) -> list[Dimension]:
 
     Args:
         given: Values of keys, in place of the values in `DIMENSIONS`, wherever the dimension applies. A single value
-            fixes the key. A key without a dimension gets one. With λ, learners per rank are only those given.
+            fixes the key. A key without a dimension gets one. With λ, learners per rank or device are only those given.
     """
     found, own = [], dict(given)
     for dimension in DIMENSIONS:
-        if dimension.keys == PER_RANK and not own.keys().isdisjoint(PER_RANK):
-            continue  # the user chooses λ
+        if dimension.keys in (PER_RANK, PER_DEVICE) and not given.keys().isdisjoint((*PER_RANK, *PER_DEVICE)):
+            if dimension.keys == PER_RANK or own.keys() & {*PER_RANK, *PER_DEVICE} != {PER_DEVICE[0]}:
+                continue  # the user chooses λ
+            dimension = dimension._replace(values=partial(_per_device, sizes=own.pop(PER_DEVICE[0])))
         mine = {key: own.pop(key) for key in dimension.keys if key in own}
         if mine:
             timed = dimension.timed or OF_STRATEGIES.isdisjoint(mine)
@@ -315,6 +343,8 @@ def with_settings(job: Job, settings: Settings) -> Job:
         tables["simulation"] = {"batching": "none"}
     if settings.get("cluster.shares"):
         tables["simulation"] = {"batching": "none"}
+    if settings.get("cluster.learners_per_device", "auto") != "auto" and job.cluster.grows:
+        tables["cluster"] = {"most_learners_per_device": None, "growth": "double", "active_learners": None}
     if settings.get("topology.name", job.topology.name) != job.topology.name:
         tables["topology"] = {"options": {}}
     for key, value in settings.items():

@@ -279,3 +279,40 @@ def test_the_plan_of_a_search_trains_nothing(
     assert "same weights as hardsync" in said
     assert "refused: hardsync, on adv*: [topology] name = 'adv*' is not supported with protocol hardsync" in said
     assert [*tmp_path.iterdir()] == []
+
+
+BANK_S = {1: 0.0100, 2: 0.0101, 4: 0.0160}
+"""Images/s still rise up to four learners on a device. But each of them needs more samples."""
+
+
+def test_the_best_number_of_learners_on_a_device_is_not_the_fastest_one(tmp_path: Path) -> None:
+    """On one learning rate, so that the search has only this choice."""
+    job = Job(
+        name="bank",
+        model={"name": "mlp"},
+        data={"train_limit": 640},
+        training={"epochs": 16, "minibatch_size": 8, "seed": 1, "target": "loss <= 0.4"},
+        optimizer={"learning_rate": 0.03, "momentum": 0.9},
+        protocol={"name": "sma"},
+        cluster={"learners": 4, "learners_per_device": 4, "threads_per_rank": 1},
+        simulation={"bank_s": BANK_S, "compute_s": BANK_S[1], "jitter": 0.0, "update_s": 0.0},
+    )
+    fixed = {"protocol.name": "sma", "topology.name": "replicas", "training.minibatch_size": 8, "averaging.period": 1}
+    fixed |= {"optimizer.learning_rate": 0.03, "optimizer.momentum": 0.9, "averaging.outer.momentum": None}
+    given = {key: [value] for key, value in fixed.items()}
+    answer = rudra.tune(job, budget=5, given=given, output=tmp_path, quiet=True)
+    assert answer.winner is not None
+    assert answer.winner.settings["cluster.learners_per_device"] == answer.job.cluster.learners_per_device == 2
+    rates: dict[int, float] = {}
+    times: dict[int, float] = {}
+    for m in BANK_S:
+        own = job.with_(cluster={"learners": m, "learners_per_device": m})
+        own = own.with_(
+            data={"validation_split": 0.1},
+            training={"target": "validation loss <= 0.4", "target_window": 1, "stop_at_target": True},
+        )
+        with rudra.simulate(own, output=tmp_path / f"{m}.h5", progress="quiet") as results:
+            summary = results.summary()
+            rates[m], times[m] = summary["samples_per_s"], summary["time_to_target_s"]
+    assert max(rates, key=rates.__getitem__) == 4
+    assert min(times, key=times.__getitem__) == 2, times

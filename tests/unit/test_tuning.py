@@ -142,6 +142,42 @@ def test_a_row_of_the_space_applies_under_its_condition(
     assert {p.settings.get(key) for p in points if p.settings["protocol.name"] == protocol} == values
 
 
+BANKS = {"bank_s": {1: 0.01, 4: {8: 0.02}, 6: 0.03}}
+DEVICE = "cluster.learners_per_device"
+
+
+@pytest.mark.parametrize(
+    ("protocol", "cluster", "tables", "given", "found"),
+    [
+        ("sma", {}, BANKS, {}, {(None, 8), (2, 16), (4, 32)}),  # powers of two up to the largest measured bank
+        ("sma", {"learners_per_device": 4}, BANKS, {}, {(1, 2), (2, 4), (4, 8)}),  # two devices
+        ("sma", {"learners_per_device": 1}, {}, {}, {(1, 8), (2, 16)}),
+        ("sma", {"learners": 6, "learners_per_device": 3}, BANKS, {}, {(1, 2), (2, 4), (3, 6), (4, 8)}),
+        ("sma", {"learners_per_rank": 2}, BANKS, {}, {(None, 8), (None, 16)}),  # in turns
+        ("sma", {}, BANKS, {DEVICE: [1, 5]}, {(None, 8), (5, 40)}),
+        ("hardsync", {}, BANKS, {DEVICE: [5]}, {(5, 40)}),
+        ("sma", {}, BANKS, {"cluster.learners": [4]}, {(None, 4)}),
+        ("sma", {}, BANKS, {"cluster.learners": [4], DEVICE: [2]}, {(2, 4)}),
+        ("hardsync", {}, BANKS, {}, {(None, None)}),  # more learners change the batch of an update
+        ("sma", {}, BANKS | {"slowdown": {0: 2.0}}, {}, {(None, None)}),
+        ("sma", {"learners": 16, "learners_per_device": "auto"}, BANKS, {}, {(1, 1), (2, 2), (4, 4)}),
+        ("sma", {"learners": 16, "learners_per_device": "auto"}, BANKS, {DEVICE: ["auto", 2]}, {("auto", 16), (2, 2)}),
+    ],
+)
+def test_learners_per_device_are_a_row_of_the_space(
+    protocol: str, cluster: dict[str, Any], tables: dict[str, Any], given: dict[str, Any], found: set[Any]
+) -> None:
+    about = {"learners_per_rank": 1, **cluster}
+    job = JOB.with_(protocol={"name": protocol}, cluster=about, simulation=tables)
+    own = {"protocol.name": [protocol], "topology.name": ["base" if protocol == "hardsync" else "replicas"]}
+    refused: list[Any] = []
+    points = space.points(job, [d for d in space.chosen({**own, **given}) if d.timed], refused)
+    assert {(p.settings.get(DEVICE), p.settings.get("cluster.learners")) for p in points} == found
+    assert not refused
+    for point in points:
+        assert point.settings.get(DEVICE, job.cluster.learners_per_device) == point.job.cluster.learners_per_device
+
+
 WINDOW, OUTER_RATE, OUTER_MOMENTUM = (
     "optimizer.average.window",
     "averaging.outer.learning_rate",
@@ -224,6 +260,8 @@ def test_an_answer_about_numbers_of_learners_has_the_time_of_all_ranks() -> None
         == "  time to target: 1:00 min (54.5 s to 1:06 min expected, one seed); machine time 4:00 min on 4 ranks"
     )
     assert lines[3].endswith("50 % later; machine time 3:00 min on 2 ranks")
+    bank = finalist(60.0, learners=8, learners_per_device=4)
+    assert "machine time 2:00 min on 2 ranks" in [*Verdict(JOB, TARGET, (bank,), None, math.nan, 3.0).lines()][1]
     same = [*Verdict(JOB, TARGET, (finalist(60.0), finalist(90.0)), None, math.nan, 3.0).lines()]
     assert not any("machine time" in line for line in same)
 

@@ -45,7 +45,7 @@ from rudra.tuning.rounds import (
     started,
     suited,
 )
-from rudra.tuning.space import OF_STRATEGIES, Settings, finest, with_settings
+from rudra.tuning.space import OF_STRATEGIES, PER_DEVICE, Settings, finest, with_settings
 from rudra.tuning.state import SURE, SearchState, key_of
 
 FINER_RATES, FINER_MOMENTA = (1.5, 1 / 1.5), (0.1, -0.1)
@@ -179,22 +179,25 @@ def _around(state: SearchState, settings: Settings) -> Iterator[tuple[str, Setti
     The learning rate suits the step: the noise of another batch, or another momentum, so that rate / (1 - momentum)
     stays.
     """
-    series: dict[str, Sequence[Any]] = {RATE: rates(state), MOMENTUM: momenta(state)}
-    for key in (SIZE, "averaging.period", "averaging.outer.learning_rate", "averaging.outer.momentum"):
-        series[key] = sorted(
-            {
-                price.point.settings[key]
-                for price in state.prices
-                if price.dominated is None
-                and all(settings.get(k) == v for k, v in price.point.settings.items() if k != key)
-                and key in price.point.settings
-            }
-        )
-    for key, values in series.items():
-        if settings.get(key) in values:
-            for other in around(values, settings[key]):
-                if other != settings[key]:
-                    changed = {**settings, key: other}
-                    if key != RATE:
+    series: dict[tuple[str, ...], Sequence[Any]] = {
+        (key,): [(value,) for value in values] for key, values in ((RATE, rates(state)), (MOMENTUM, momenta(state)))
+    }
+    outer = ("averaging.outer.learning_rate", "averaging.outer.momentum")
+    for keys in ((SIZE,), ("averaging.period",), *((key,) for key in outer), PER_DEVICE):
+        found = {
+            tuple(price.point.settings[key] for key in keys)
+            for price in state.prices
+            if price.dominated is None
+            and all(settings.get(k) == v for k, v in price.point.settings.items() if k not in keys)
+            and {*keys} <= price.point.settings.keys()
+        }
+        series[keys] = sorted(found, key=lambda values: values[-1])
+    for keys, values in series.items():
+        own = tuple(settings.get(key) for key in keys)
+        if own in values:
+            for other in around(values, own):
+                if other != own:
+                    changed = {**settings, **dict(zip(keys, other, strict=True))}
+                    if keys != (RATE,):
                         changed[RATE] = suited(state, settings, changed)
-                    yield key, changed
+                    yield keys[0], changed
