@@ -12,6 +12,7 @@ from rudra.core.messages import Rows
 from rudra.core.records import TIMES
 from rudra.errors import RudraError
 from rudra.job.job import Job
+from rudra.results.identity import completed
 from rudra.results.reader import Results
 from rudra.results.summary import protocol_label
 from topologies import Plan
@@ -62,7 +63,9 @@ def findings(results: Results) -> list[str]:
     rows = rows[(rows["step"] >= _WARM) & (rows["compute_s"] > 0)]
     found, early_passes = [_title(summary, plan)], bool(results.attributes.get("early_passes"))
     if len(rows):
-        found += [_time(rows, plan, early_passes=early_passes), *_speeds(rows, plan, str(summary["protocol"]))]
+        found.append(_time(rows, plan, early_passes=early_passes))
+        if completed(results.job)["cluster"]["learners_per_device"] is None:  # those of a bank compute together
+            found += _speeds(rows, plan, str(summary["protocol"]))
     else:
         found.append("No mini-batch is recorded, so it is unknown where the learners' time went.")
     found.append(_staleness(summary, expected_staleness(results), plan))

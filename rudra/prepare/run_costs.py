@@ -194,7 +194,7 @@ def _rows(results: Results, plan: Plan) -> BankTimes:
     if not len(rows) and len(results.updates):
         raise ConfigError(f"{where}: has no mini-batches; use a run with results.minibatches = true")
     banks: Mapping[int, float] = {}
-    if results.job["cluster"]["learners_per_device"] is not None and plan.averaging and not plan.served:
+    if completed(results.job)["cluster"]["learners_per_device"] is not None and plan.averaging and not plan.served:
         rows, banks = without_banks(rows, plan, where)
     # Dormant learners have none.
     counts = {int(learner): 0 for learner in np.unique(rows["learner"])} or {0: 0}

@@ -11,12 +11,15 @@ from rudra.report.curve_styles import Band, draw_band, log_ticks, look, matters
 from rudra.report.panels import Figure, Panel, set_axes
 from rudra.report.runs import Run, Study, follows, varying, words
 from rudra.report.tables import ReportTable, clock_of
+from rudra.roles.growth import Measurement, next_size
 
 _AXES = {  # key of the job -> name of the axis
     "cluster.learners": "learners λ",
     "averaging.period": "mini-batches between averages τ",
     "training.minibatch_size": "mini-batch size μ",
 }
+_BANK, _GROWS = "cluster.learners_per_device", "auto"
+_OF_BANKS = {_BANK, "cluster.learners", "cluster.most_learners_per_device", "cluster.growth"}
 _HEADS = (("epochs to target", ""), ("time to target", " (s)"), ("samples/s", ""))
 _LONG = 16  # smallest ratio of highest to lowest value for a logarithmic axis
 
@@ -27,9 +30,11 @@ Curve = dict[int, list[Run]]
 def targets(study: Study) -> list[Figure]:
     """Returns the figure. There is none if no run has a target, or if the runs differ in no number for an axis."""
     runs = [run for run in study.known if run.finished and run.summary["target"]]
-    axis = max(_AXES, key=lambda key: len({run.job.get(key) for run in runs}))
-    places = {run.job.get(axis) for run in runs}
-    if len(places) < 2 or not all(isinstance(place, int) for place in places):
+    grows = any(run.job.get(_BANK) == _GROWS for run in runs)
+    axis = _BANK if grows else max(_AXES, key=lambda key: len({run.job.get(key) for run in runs}))
+    label = _AXES.get(axis, "learners on each device m")
+    places: list[Any] = [_bank(run) if grows else run.job.get(axis) for run in runs]
+    if len({*places}) < 2 or not all(isinstance(place, int) for place in places):
         return []
     clock = clock_of(runs)
     quantities = [
@@ -38,8 +43,8 @@ def targets(study: Study) -> list[Figure]:
         ("Speed", "samples/s", "samples_per_s"),
     ]
     curves: dict[str, Curve] = {}
-    for run, name in zip(runs, _names(runs, axis), strict=True):
-        curves.setdefault(name, {}).setdefault(run.job[axis], []).append(run)
+    for run, name, place in zip(runs, _names(runs, axis), places, strict=True):
+        curves.setdefault(name, {}).setdefault(place, []).append(run)
     rows = [
         (name, place, len(own), *(cell for *_, key in quantities for cell in _cells(own, key)))
         for name, curve in curves.items()
@@ -59,19 +64,34 @@ def targets(study: Study) -> list[Figure]:
             "To the target",
             f"When the median of the last five evaluations reached the target ({goal}). Of several seeds: the median, "
             "and the range; a run that did not reach it ranks after all others.",
-            [_panel(title, label, curves, key, _AXES[axis]) for title, label, key in quantities],
-            ReportTable("target", ("runs", _AXES[axis], "seeds", *heads), rows, {}),
+            [_panel(title, unit, curves, key, label) for title, unit, key in quantities],
+            ReportTable("target", ("runs", label, "seeds", *heads), rows, {}),
             3.0,
             left_out={"Did not reach it": late},
         )
     ]
 
 
+def _bank(run: Run) -> int:
+    """Returns the number of learners on each device of a run. If a bank grew, it is the number that the run kept."""
+    m = run.job.get(_BANK) or 1
+    if m != _GROWS:
+        return int(m)
+    measured = [Measurement(size, per_s) for size, per_s in run.summary["bank_sizes"].items()]
+    most = run.job.get("cluster.most_learners_per_device") or run.learners
+    return next_size(run.job["cluster.growth"], measured, most).learners if measured else 1
+
+
 def _names(runs: Sequence[Run], axis: str) -> list[str]:
     """Returns names of the curves: the protocol, and settings that follow neither from it nor from the axis."""
     known = [(run.protocol, run.job.get(axis)) for run in runs]
-    keys = [key for key in varying(runs) if key != axis and matters(key) and not follows(key, known, runs)]
-    return [", ".join([run.protocol, *(words(key, run.job.get(key)) for key in keys)]) for run in runs]
+    given = {axis} if axis != _BANK else _OF_BANKS
+    keys = [key for key in varying(runs) if key not in given and matters(key) and not follows(key, known, runs)]
+    grew = [[f"m by rule {run.job['cluster.growth']}"] if run.job.get(_BANK) == _GROWS else [] for run in runs]
+    return [
+        ", ".join([run.protocol, *(words(key, run.job.get(key)) for key in keys), *rule])
+        for run, rule in zip(runs, grew, strict=True)
+    ]
 
 
 def _cells(runs: Sequence[Run], key: str) -> tuple[float | None, ...]:

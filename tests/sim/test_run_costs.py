@@ -288,6 +288,7 @@ def test_the_times_of_all_sizes_come_out_of_a_bank_that_grew(tmp_path: Path) -> 
     assert found.as_text().startswith(f"from {found.minibatches:,} mini-batches of the run: compute times, banks, ")
     run = FittedRun.read(path)
     assert run.ratio == pytest.approx(1.0, abs=0.03), "after the last change"
+    assert "times as long for a sample" not in "\n".join(explain(path).lines), "they compute together"
     fixed = of_banks(learners_per_device=2, learners=2)
     per_s = simulated(tmp_path / "two.h5", fixed)
     two = ["cluster.learners_per_device=2", "cluster.learners=2", "cluster.most_learners_per_device=", "changes=[]"]

@@ -204,7 +204,14 @@ def test_the_ladder_of_figure_31_is_against_what_is_not_merged() -> None:
 
 @pytest.mark.parametrize(
     ("name", "points", "compared"),
-    [("figure11", 3, 1), ("figure12", 18, 2), ("figure13", 8, 3), ("figure15", 12, 2), ("figure16", 12, 1)],
+    [
+        ("figure11", 3, 1),
+        ("figure12", 18, 2),
+        ("figure13", 8, 3),
+        ("figure14", 15, 2),
+        ("figure15", 12, 2),
+        ("figure16", 12, 1),
+    ],
 )
 def test_a_study_of_crossbow_compares_runs_that_the_paper_compares(name: str, points: int, compared: int) -> None:
     study = sweep.plan(f"crossbow/{name}")

@@ -753,6 +753,29 @@ def test_targets_are_drawn_over_what_varies(aimed: list[Run]) -> None:
     assert [(line.get_label(), *line.get_ydata()) for line in epochs.lines] == [("hardsync", 6, 9), ("1-softsync", 4)]
 
 
+def test_a_bank_that_grew_is_drawn_at_the_size_that_it_kept(aimed: list[Run]) -> None:
+    """Beside banks of fixed sizes, on one device and on two."""
+    runs = []
+    for devices, m, growth, sizes in [
+        (1, 1, "double", {}),
+        (1, 2, "double", {}),
+        (2, 1, "double", {}),
+        (1, "auto", "one", {1: 100.0, 2: 150.0, 3: 160.0}),
+        (1, "auto", "double", {1: 100.0, 2: 150.0, 4: 160.0, 3: 158.0}),
+    ]:
+        table = {"learners_per_device": m, "growth": growth, "learners": 4 if m == "auto" else devices * int(m)}
+        keys = {f"cluster.{key}": value for key, value in table.items()} | {"simulation.nodes": devices}
+        summary = {**aimed[0].summary, "bank_sizes": sizes, "learners": table["learners"]}
+        runs.append(dataclasses.replace(aimed[0], job={**aimed[0].job, **keys}, summary=summary))
+    figure, *_ = figures(Study("x", tuple(runs), "target"), runs)
+    assert figure.table.columns[1] == "learners on each device m"
+    one, two = (f"hardsync, nodes {devices}" for devices in (1, 2))
+    assert [row[:2] for row in figure.table.rows] == [
+        *((one, 1), (one, 2), (two, 1)),
+        *((f"{one}, m by rule one", 2), (f"{one}, m by rule double", 2)),
+    ]
+
+
 def test_ratios_are_of_the_medians_of_all_seeds(aimed: list[Run]) -> None:
     row = {"file": aimed[4].file.name, "against": aimed[0].file.name, "target_epoch_ratio": 2.0}
     table = comparison(Study("x", tuple(aimed), paper=(row,)))
