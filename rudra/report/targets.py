@@ -11,7 +11,6 @@ from rudra.report.curve_styles import Band, draw_band, log_ticks, look, matters
 from rudra.report.panels import Figure, Panel, set_axes
 from rudra.report.runs import Run, Study, follows, varying, words
 from rudra.report.tables import ReportTable, clock_of
-from rudra.roles.growth import Measurement, next_size
 
 _AXES = {  # key of the job -> name of the axis
     "cluster.learners": "learners λ",
@@ -33,7 +32,7 @@ def targets(study: Study) -> list[Figure]:
     grows = any(run.job.get(_BANK) == _GROWS for run in runs)
     axis = _BANK if grows else max(_AXES, key=lambda key: len({run.job.get(key) for run in runs}))
     label = _AXES.get(axis, "learners on each device m")
-    places: list[Any] = [_bank(run) if grows else run.job.get(axis) for run in runs]
+    places: list[Any] = [(run.summary["learners_per_device"] or 1) if grows else run.job.get(axis) for run in runs]
     if len({*places}) < 2 or not all(isinstance(place, int) for place in places):
         return []
     clock = clock_of(runs)
@@ -70,16 +69,6 @@ def targets(study: Study) -> list[Figure]:
             left_out={"Did not reach it": late},
         )
     ]
-
-
-def _bank(run: Run) -> int:
-    """Returns the number of learners on each device of a run. If a bank grew, it is the number that the run kept."""
-    m = run.job.get(_BANK) or 1
-    if m != _GROWS:
-        return int(m)
-    measured = [Measurement(size, per_s) for size, per_s in run.summary["bank_sizes"].items()]
-    most = run.job.get("cluster.most_learners_per_device") or run.learners
-    return next_size(run.job["cluster.growth"], measured, most).learners if measured else 1
 
 
 def _names(runs: Sequence[Run], axis: str) -> list[str]:

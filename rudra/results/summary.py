@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from protocols import rule_of
 from rudra.core.decisions import measurements
+from rudra.core.messages import Rows
 from rudra.core.records import TIMES
 from rudra.errors import printable
 from rudra.job.changes import active_text
@@ -55,7 +56,8 @@ def summarise(results: RunTables, target: str | None = None, window: int | None 
         "bucket_bytes": attributes.get("bucket_bytes"),  # missing in older files
         "branch": _told(results, b"branch"),
         "changes": _told(results, b"change"),
-        "bank_sizes": {found.size: found.images_per_s for found in measurements(results.events)},
+"bank_sizes": {found.size: found.images_per_s for found in measurements(results.events)},
+        "learners_per_device": _bank(job.get("cluster", {}), attributes.get("learners"), updates),
         "planned_epochs": job.get("training", {}).get("epochs"),
         "untested_epochs": _untested(job, epochs),
         "epochs": len(epochs),
@@ -94,6 +96,15 @@ def summarise(results: RunTables, target: str | None = None, window: int | None 
         "weights_sha256": state["weights_sha256"] or None,
         "weights_average": _average(job.get("optimizer", {}).get("average", {})),
     }
+
+
+def _bank(cluster: dict[str, Any], learners: Any, updates: Rows) -> int | None:
+    """Returns the number of learners on each device, if banks grew on average and in the last update. None: no banks."""
+    m = cluster.get("learners_per_device")
+    if m != "auto":
+        return m if m is None else int(m)
+    most = cluster.get("most_learners_per_device")
+    return int(updates["gradients"][-1]) * int(most) // int(learners) if len(updates) and most and learners else None
 
 
 def _noise(results: RunTables) -> dict[str, Any]:

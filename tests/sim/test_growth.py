@@ -100,6 +100,7 @@ def test_a_run_that_grows_learns_on_and_is_replayed(protocol: str, tmp_path: Pat
         assert np.all(np.diff(losses) < 0.1 * losses[0]), "through each change"
         assert losses[-1] < 0.5 * losses[0]
         whole, decided = results.summary(), told(results, b"decided")
+        assert whole["learners_per_device"] == active(results)[-1]
         assert [each["cluster"]["active_learners"] for each in decided] == active(results)[1:]
     replayed = rudra.replay(path, quiet=True)
     assert replayed.identical, replayed
