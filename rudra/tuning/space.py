@@ -387,7 +387,8 @@ def trajectory(job: Job) -> str:
             del tables[name][key]
     rule = job.make_protocol()
     waits = rule.ordered or (rule.averages and not job.plan().served)
-    if waits and not job.simulation.faults and job.cluster.shares != "auto":
+    timed = job.simulation.faults or job.cluster.shares == "auto" or job.cluster.grows
+    if waits and not timed:
         tables["simulation"] = {"batching": job.simulation.batching}
     if rule.ordered:
         del tables["topology"]

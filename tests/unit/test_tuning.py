@@ -178,6 +178,16 @@ def test_learners_per_device_are_a_row_of_the_space(
         assert point.settings.get(DEVICE, job.cluster.learners_per_device) == point.job.cluster.learners_per_device
 
 
+def test_the_weights_of_a_bank_that_grows_depend_on_the_cluster() -> None:
+    found = set()
+    for m in (2, "auto"):
+        for bank_s in ({1: 0.01, 2: 0.02}, {1: 0.01, 2: 0.011}):
+            about = {"learners": 2, "learners_per_device": m}
+            job = JOB.with_(protocol={"name": "sma"}, cluster=about, simulation={"bank_s": bank_s})
+            found.add(space.trajectory(job))
+    assert len(found) == 3
+
+
 WINDOW, OUTER_RATE, OUTER_MOMENTUM = (
     "optimizer.average.window",
     "averaging.outer.learning_rate",
