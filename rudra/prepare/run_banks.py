@@ -13,8 +13,8 @@ from rudra.prepare.run_network import ROWS
 from topologies import Plan
 
 
-class BankTimes(NamedTuple):
-    """Times of banks.
+class RowsAndBanks(NamedTuple):
+    """Mini-batches of single learners, and times of banks.
 
     Attributes:
         rows: Rows of `records.MINIBATCH`. Their `compute_s` is the time of one learner without the others of its bank.
@@ -25,7 +25,7 @@ class BankTimes(NamedTuple):
     seconds: Mapping[int, float]
 
 
-def without_banks(rows: Rows, plan: Plan, where: str) -> BankTimes:
+def without_banks(rows: Rows, plan: Plan, where: str) -> RowsAndBanks:
     """Returns the rows of a run as if each learner had computed without the others of its bank.
 
     All learners of a bank begin together, after an average. So the longest time of a learner is the time of the bank,
@@ -52,7 +52,7 @@ def without_banks(rows: Rows, plan: Plan, where: str) -> BankTimes:
     shorter = np.array([alone_s / seconds[m] if m in seconds else np.nan for m in sizes.tolist()])
     rows["compute_s"] = np.repeat(longest * shorter, sizes)
     rows = rows[np.argsort(order)]
-    return BankTimes(rows[np.isfinite(rows["compute_s"])], seconds)
+    return RowsAndBanks(rows[np.isfinite(rows["compute_s"])], seconds)
 
 
 def hosts(plan: Plan) -> npt.NDArray[np.int64]:

@@ -25,7 +25,7 @@ from rudra.machine import cores
 from rudra.prepare.early_rows import left_out
 from rudra.prepare.points import at
 from rudra.prepare.recorded_spread import Times, TimeSpread, spread_of
-from rudra.prepare.run_banks import BankTimes, hosts, without_banks
+from rudra.prepare.run_banks import RowsAndBanks, hosts, without_banks
 from rudra.prepare.run_network import ROWS, hosts_of, network_of_run, places_of
 from rudra.results.identity import completed, tables_of
 from rudra.results.reader import Results, open_results
@@ -178,7 +178,7 @@ def fitted(results: Results, known: Mapping[str, Any] | None = None, learners: i
     return RunCosts(keys, known, layout, slow, len(rows), others)
 
 
-def _rows(results: Results, plan: Plan) -> BankTimes:
+def _rows(results: Results, plan: Plan) -> RowsAndBanks:
     """Returns the mini-batches that count, as single learners compute them.
 
     Raises:
@@ -203,13 +203,13 @@ def _rows(results: Results, plan: Plan) -> BankTimes:
         counts[int(learner)] = int(count)
     learner = min(counts, key=lambda each: counts[each])
     if banks:
-        return BankTimes(rows, banks)
+        return RowsAndBanks(rows, banks)
     if counts[learner] < ROWS:
         raise ConfigError(
             f"{where}: learner {learner} has {counts[learner]} mini-batches after the first {WARM}; costs need {ROWS} "
             "of each learner: use a longer run"
         )
-    return BankTimes(rows, {})
+    return RowsAndBanks(rows, {})
 
 
 def _layout(results: Results, plan: Plan, learners: int) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def summarise(results: RunTables, target: str | None = None, window: int | None 
         "bucket_bytes": attributes.get("bucket_bytes"),  # missing in older files
         "branch": _told(results, b"branch"),
         "changes": _told(results, b"change"),
-"bank_sizes": {found.size: found.images_per_s for found in measurements(results.events)},
+        "bank_sizes": {found.size: found.images_per_s for found in measurements(results.events)},
         "learners_per_device": _bank(job.get("cluster", {}), attributes.get("learners"), updates),
         "planned_epochs": job.get("training", {}).get("epochs"),
         "untested_epochs": _untested(job, epochs),
@@ -99,7 +99,7 @@ def summarise(results: RunTables, target: str | None = None, window: int | None 
 
 
 def _bank(cluster: dict[str, Any], learners: Any, updates: Rows) -> int | None:
-    """Returns the number of learners on each device, if banks grew on average and in the last update. None: no banks."""
+    """Returns the number of learners on each device, in the mean of the last update. None: there are no banks."""
     m = cluster.get("learners_per_device")
     if m != "auto":
         return m if m is None else int(m)
