@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from rudra.core.records import TIMES
 from rudra.files import check_output, written
+from rudra.job.tables.cluster import ClusterTable
 from rudra.results.reader import Results
 from topologies import Plan
 
@@ -64,7 +65,7 @@ _SPANS = tuple(name.removesuffix("_s") for name in TIMES)
 def events(results: Results, plan: Plan, progress: Callable[[int], object]) -> Iterator[TraceEvent]:
     """Yields names of ranks and roles, and then the spans of each role, in order of time and without overlap."""
     threads = {id_: _Thread(role.world_rank, id_) for id_, role in enumerate(plan.roles)}
-    yield from _names(plan)
+    yield from _names(plan, _streams(plan, ClusterTable.model_validate(results.job["cluster"])))
     learners = plan.learners
     for rows in results.pieces("minibatches"):
         time_s: NDArray[np.float64] = rows["time_s"]
@@ -163,14 +164,24 @@ def _moments(began_s: Times, *spans_s: Times) -> list[list[int]]:
     return rounded
 
 
-def _names(plan: Plan) -> Iterator[TraceEvent]:
+def _names(plan: Plan, streams: Mapping[int, str]) -> Iterator[TraceEvent]:
     for rank in sorted({role.world_rank for role in plan.roles}):
         here = plan.on_rank(rank)
         name = f"rank {rank}: " + ", ".join(plan.roles[id_].name for id_ in here)
         yield {"ph": "M", "name": "process_name", "pid": rank, "tid": here[0], "args": {"name": name}}
         yield {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": here[0], "args": {"sort_index": rank}}
         for id_ in here:
-            yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": id_, "args": {"name": plan.roles[id_].name}}
+            text = plan.roles[id_].name + streams.get(id_, "")
+            yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": id_, "args": {"name": text}}
+
+
+def _streams(plan: Plan, cluster: ClusterTable) -> dict[int, str]:
+    """Returns the stream of each learner, as text, if the learners of a rank compute on several streams."""
+    if not cluster.graphed:
+        return {}
+    count = cluster.streams_of_bank(recorded=cluster.accelerated)
+    ranks = ([id_ for id_ in plan.on_rank(rank) if id_ in plan.learners] for rank in sorted(plan.ranks_with_learners))
+    return {id_: f" (stream {place % count})" for here in ranks for place, id_ in enumerate(here)}
 
 
 def _finite(value: Any) -> float | None:

@@ -110,6 +110,23 @@ def test_what_is_no_number_is_null(recorded: Path, tmp_path: Path) -> None:
     check_trace((tmp_path / "trace.json").read_text(), LEARNERS)
 
 
+def test_learners_of_a_bank_have_the_names_of_their_streams(tmp_path: Path) -> None:
+    bank = {"learners": 6, "learners_per_device": 3, "bank": "graphs", "streams": 2, "threads_per_rank": 1}
+    job = rudra.Job(
+        model={"name": "mlp", "options": {"hidden": [8]}},
+        data={"name": "digits", "train_limit": 60, "test_limit": 20},
+        training={"epochs": 1, "minibatch_size": 5},
+        protocol={"name": "sma"},
+        cluster=bank,
+    )
+    rudra.simulate(job, output=tmp_path / "run.h5", progress="quiet").close()
+    assert main(["timeline", str(tmp_path / "run.h5"), "-o", str(tmp_path / "trace.json")]) == 0
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
+    learners = [name for name in names if name.startswith("learner")]
+    assert learners == [f"learner {i} (stream {i % 3 % 2})" for i in range(6)]
+
+
 def test_a_long_run_is_read_in_pieces(recorded: Path) -> None:
     with rudra.open_results(recorded) as results:
         pieces = list(results.pieces("minibatches", 7))

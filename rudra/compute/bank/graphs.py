@@ -22,9 +22,6 @@ from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.log import log
 
-GPU_STREAMS = 8
-"""Most streams of a bank on a GPU, unless the job sets their number. Activations take memory for each of them."""
-
 
 def streams_of(job: Job, device: torch.device) -> int:
     """Returns how many learners of a bank compute at the same time.
@@ -33,8 +30,7 @@ def streams_of(job: Job, device: torch.device) -> int:
         job: Resolved job.
         device: Device of the bank.
     """
-    usual = GPU_STREAMS if kind_of(device).records else job.cluster.threads_per_rank or 1
-    return min(job.cluster.streams or usual, job.cluster.bank_size or 1)
+    return job.cluster.streams_of_bank(recorded=kind_of(device).records)
 
 
 def check_graphs(source: GradientSource) -> None:

@@ -19,6 +19,9 @@ LARGEST_BANK = 64
 TRIED_BANK = 8
 """Number of learners of a bank that grows, at most, if its form is measured."""
 
+GPU_STREAMS = 8
+"""Most streams of a bank on a GPU, unless the job sets their number. Activations take memory for each of them."""
+
 BANK_KEYS = ("learners_per_device", "most_learners_per_device", "growth", "bank", "streams")
 """Keys of `[cluster]` about banks."""
 
@@ -310,6 +313,15 @@ class ClusterTable(Table):
     def graphed(self) -> bool:
         """Whether the learners of a bank compute at the same time. With "auto" this is not known yet."""
         return self.learners_per_device is not None and self.bank == "graphs"
+
+    def streams_of_bank(self, *, recorded: bool) -> int:
+        """Returns how many learners of a bank compute at the same time in the form `graphs`.
+
+        Args:
+            recorded: Whether their device repeats recorded work, as a GPU does.
+        """
+        usual = GPU_STREAMS if recorded else self.threads_per_rank or 1
+        return min(self.streams or usual, self.bank_size or 1)
 
     @property
     def torch_threads(self) -> int:
