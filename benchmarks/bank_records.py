@@ -13,8 +13,7 @@ from rudra.bench.ranks import on_ranks, train
 from rudra.benchmark_report import Goal, Report, spread
 from rudra.compute.bank.bursts import BankBursts
 from rudra.compute.bank.recorded import Made
-from rudra.core.actions import MOST_UPDATES, Burst
-from rudra.core.events import BurstMade
+from rudra.core.bursts import MOST_UPDATES, Burst, BurstMade
 from rudra.job.job import Job
 from rudra.probe import wrapped
 

@@ -412,41 +412,6 @@ class PullReplica(ExecutorAction, frozen=True, gc=False):
     elasticity: float
 
 
-MOST_UPDATES = 64
-"""Most updates of a burst."""
-
-
-class Burst(ExecutorAction, frozen=True, gc=False):
-    """Make several updates of averaged replicas, without asking their learners in between. `BurstMade` follows.
-
-    All learners of the run take part, and their rank does what they would ask for. It may end early.
-
-    Attributes:
-        updates: Largest number of updates, K.
-        learners: Step and samples of the next mini-batch of each learner, by learner.
-        timestamp: Timestamp of the weights before these updates.
-        rates: Learning rate of each step of the replicas, K times the period.
-        weight_rates: Learning rate of each update of the weights, K.
-        step: Last step of a period, at any learning rate.
-        elasticity: Fraction of the distance by which replicas move towards the weights after each update. None: they
-            do not.
-    """
-
-    long = True
-    updates: int
-    learners: tuple[tuple[int, Work], ...]
-    timestamp: int
-    rates: tuple[float, ...]
-    weight_rates: tuple[float, ...]
-    step: StepReplica
-    elasticity: float | None
-
-    @property
-    def period(self) -> int:
-        """Number of mini-batches of each learner between two updates, τ."""
-        return len(self.rates) // self.updates
-
-
 class ResetReplica(ExecutorAction, frozen=True, gc=False):
     """Reset a replica to the weights, and all optimisers to their initial state.
 

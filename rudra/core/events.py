@@ -9,11 +9,8 @@ dataclasses. They hold no cycles (`gc=False`).
 import math
 from typing import Generic, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 from msgspec import Struct
 
-from rudra.core.actions import Burst
 from rudra.core.messages import GroupFlags, Message, Rows
 from rudra.core.records import Gradient
 
@@ -140,36 +137,6 @@ class Computed(Struct, frozen=True, gc=False):
     errors: float
     samples: int
     norm: float = math.nan
-
-
-class BurstMade(Struct, frozen=True, gc=False):
-    """Results of `Burst`: k updates of m replicas with τ mini-batches each.
-
-    Attributes:
-        burst: The action.
-        losses: (k, τ, m) float64, mean loss of each mini-batch.
-        errors: (k, τ, m) float64, wrong samples of each mini-batch.
-        distances: (k, m) float64, distance of each replica from the weights.
-        digests: (k,) uint64, digest of a sample of the weights after each update.
-        gradient_s, step_s, average_s: Seconds of all gradients, of the steps of replicas, and of averages and updates.
-    """
-
-    burst: Burst
-    losses: npt.NDArray[np.float64]
-    errors: npt.NDArray[np.float64]
-    distances: npt.NDArray[np.float64]
-    digests: npt.NDArray[np.uint64]
-    gradient_s: float
-    step_s: float
-    average_s: float
-
-    def first(self, updates: int) -> "BurstMade":
-        """Returns the first updates."""
-        if updates == len(self.losses):
-            return self
-        some = slice(updates)
-        figures = self.losses[some], self.errors[some], self.distances[some], self.digests[some]
-        return BurstMade(self.burst, *figures, self.gradient_s, self.step_s, self.average_s)
 
 
 class AppliedGradient(Struct, frozen=True, gc=False):
@@ -363,7 +330,6 @@ Event = (
     | ReplicaStepped
     | ActivationsReady
     | Computed
-    | BurstMade
     | TrainedInPlace
     | SharedRead
     | UpdatesFound

@@ -13,8 +13,9 @@ from rudra.compute.bank.recorded import AHEAD, Made
 from rudra.compute.device.streams import Pending
 from rudra.compute.executor import Executor
 from rudra.compute.replicas import AveragerExecutor
-from rudra.core.actions import MOST_UPDATES, Action, Compute
-from rudra.core.events import BurstMade, Event
+from rudra.core.actions import Action, Compute
+from rudra.core.bursts import MOST_UPDATES, BurstMade
+from rudra.core.events import Event
 from rudra.job.job import Job
 from rudra.roles import Machine
 from rudra.roles.averaging import Averager

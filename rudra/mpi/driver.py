@@ -10,14 +10,13 @@ compute. A rank with its own core spins for a while before it sleeps. Neighbours
 """
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from mpi4py import MPI
 
 from rudra.compute.bank.bursts import bursts_of
-from rudra.compute.device.streams import Pending
 from rudra.compute.executor import Executor
 from rudra.compute.learners import LearnerExecutor
 from rudra.compute.making import speculation_of
@@ -44,7 +43,8 @@ from rudra.core.actions import (
     Sync,
     Warn,
 )
-from rudra.core.events import BurstMade, Event, Lost, Stopped, Tick
+from rudra.core.bursts import BurstMade
+from rudra.core.events import Event, Lost, Stopped, Tick
 from rudra.core.messages import URGENT, StopRequested
 from rudra.core.phases import Phases
 from rudra.core.training_state import TrainingState
@@ -469,13 +469,10 @@ class Rank:
             bursts_of(self._job, plan, learners),
             self._do,
             self._perform,
-            self._begin_burst,
+            self._work.begin_here,
             self._roles.events,
             lambda: time.perf_counter() - self._origin,
         )
-
-    def _begin_burst(self, role: int, work: Iterator[BurstMade | Pending | None]) -> None:
-        self._work.begin(role, work, self._regrouping.in_time(partial(self.announce, role)))
 
     # Regrouping by another plan (`rudra.mpi.regroup`).
 

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rudra.core import records
-from rudra.core.actions import MOST_UPDATES, Action, Burst
-from rudra.core.events import BurstMade
+from rudra.core.actions import Action
+from rudra.core.bursts import MOST_UPDATES, Burst, BurstMade
 from rudra.core.messages import MessageKind
 from rudra.roles.averaging import Averager
 

@@ -85,7 +85,7 @@ here, *lives = sys.argv[1:]
 for rank, word in enumerate(lives):
     if word != "-":
         about = {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_SIZE": here}
-        name = f"open('/proc/self/comm', 'w').write('for {word}'); " if word.isdigit() else ""
+        name = f"open('/proc/self/comm', 'w').write('for-{word}'); " if word.isdigit() else ""
         script = f"import os, time; {name}os.system('echo there'); time.sleep(60)"
         subprocess.Popen([sys.executable, "-S", "-c", script], env={**os.environ, **about})
 time.sleep(60)

@@ -150,11 +150,11 @@ def of_job(job: Job) -> tuple[Job, Any, Any]:
 def test_forms_that_do_not_fit_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[str] = []
 
-    def measure(learners: Any, forms: Sequence[str]) -> dict[str, float]:
+    def measure(learners: Any, forms: Sequence[str], span_s: float) -> dict[str, float]:
         measured.extend(forms)
         return dict.fromkeys(forms, 1.0)
 
-    monkeypatch.setattr(choice, "_measured", measure)
+    monkeypatch.setattr(choice, "measured_times", measure)
     monkeypatch.setitem(DEVICES, "cpu", Small(plan_of(bank_of(4, "graphs", cluster={"streams": 2})).total(64)))
     job = bank_of(4, "auto", cluster={"streams": 2})
     assert choose_form(*of_job(job), CPU, "autograd") == "loop"

@@ -21,9 +21,10 @@ from rudra.compute.device.devices import kind_of
 from rudra.compute.device.faults import memory_text
 from rudra.compute.device.streams import Pending
 from rudra.compute.replicas import AveragerExecutor
-from rudra.core.actions import Burst, Compute, PullReplica, StepReplica, Update
+from rudra.core.actions import Compute, PullReplica, StepReplica, Update
 from rudra.core.buffer_names import DIFFERENCE, GRADIENT, REPLICA, WEIGHTS
-from rudra.core.events import BurstMade, Event, Updated
+from rudra.core.bursts import Burst, BurstMade
+from rudra.core.events import Event, Updated
 from rudra.job.job import Job
 from rudra.probe import probed
 from topologies import Plan

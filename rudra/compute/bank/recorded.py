@@ -28,10 +28,10 @@ from rudra.compute.device.graphs import Graph, NotRecordedError
 from rudra.compute.device.streams import Number, Pending, until_done
 from rudra.compute.replicas import AveragerExecutor
 from rudra.compute.weight_samples import CountedSamples
-from rudra.core.actions import MOST_UPDATES, Burst, StepReplica
+from rudra.core.actions import StepReplica
 from rudra.core.buffer_names import DIFFERENCE, GRADIENT, REPLICA, WEIGHTS
+from rudra.core.bursts import MOST_UPDATES, Burst, BurstMade
 from rudra.core.digest import digest_of
-from rudra.core.events import BurstMade
 from rudra.log import log
 from rudra.memory import bytes_text
 
