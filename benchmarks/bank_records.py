@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,6 +95,11 @@ def update_s(path: Path, learners: int, count: int, updates: int) -> float:
 
 def _nothing(burst: Burst, seconds: float) -> Iterator[BurstMade]:
     """Yields the results of a burst that computes nothing and says that it took so long, which limits the next ones."""
-    m, count = len(burst.learners), burst.updates
-    losses, digests = np.full((count, burst.period, m), 0.5), np.zeros(count, np.uint64)
-    yield BurstMade(burst, losses, np.zeros_like(losses), np.full((count, m), 0.1), digests, seconds, 0.0, 0.0)
+    losses, distances, digests = _figures(burst.updates, burst.period, len(burst.learners))
+    yield BurstMade(burst, losses, losses, distances, digests, seconds, 0.0, 0.0)
+
+
+@cache
+def _figures(count: int, period: int, m: int) -> tuple[Any, Any, Any]:
+    """Returns losses, distances and digests, made once."""
+    return np.full((count, period, m), 0.5), np.full((count, m), 0.1), np.zeros(count, np.uint64)
