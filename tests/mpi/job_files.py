@@ -20,11 +20,11 @@ SGD = "learning_rate = 0.05\nmomentum = 0.9\n"
 
 
 def restartable_job(directory: Path, protocol: str, optimizer: str = SGD, more: str = "") -> Path:
-    """Four epochs of forty updates of hardsync, with a schedule, dropout and a checkpoint every few updates."""
+    """Three epochs of forty updates of hardsync, with a schedule, dropout and a checkpoint every few updates."""
     path = directory / "job.toml"
     path.write_text(
         '[model]\nname = "user_code:dropping"\n[data]\nname = "user_code:delayed"\n'
-        "[training]\nepochs = 4\nminibatch_size = 2\nseed = 7\n"
+        "[training]\nepochs = 3\nminibatch_size = 2\nseed = 7\n"
         f"[optimizer]\nmilestones = [1, 2]\n{optimizer}"
         f'[protocol]\nname = "{protocol}"\n[cluster]\nlearners = 3\nthreads_per_rank = 1\n'
         f'[results]\nflush_s = 0.2\nreport_s = 0.05\nkeep_every = 1\ncheckpoint_every = "7 updates"\n{more}'
