@@ -21,6 +21,12 @@ Trees = Mapping[str, ast.Module]
 
 
 @cache
+def parsed(file: Path) -> ast.Module:
+    """The syntax tree of a file."""
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+@cache
 def trees() -> Trees:
     """Module -> its syntax tree."""
     found = {}
@@ -28,7 +34,7 @@ def trees() -> Trees:
         for file in sorted((ROOT / package).rglob("*.py")):
             parts = file.relative_to(ROOT).with_suffix("").parts
             name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-            found[name] = ast.parse(file.read_text(encoding="utf-8"))
+            found[name] = parsed(file)
     return found
 
 

@@ -3,12 +3,13 @@
 from pathlib import Path
 
 
-def short_job(directory: Path, protocol: str, model: str = "network", **tables: str) -> Path:
+def short_job(directory: Path, protocol: str, model: str = "network", *, epochs: int = 2, **tables: str) -> Path:
+    """Epochs of twenty mini-batches for each of three learners."""
     path = directory / "job.toml"
     more = "".join(f"[{name}]\n{text}\n" for name, text in tables.items() if name != "results")
     path.write_text(
         f'[model]\nname = "user_code:{model}"\n[data]\nname = "user_code:delayed"\n'
-        "[training]\nepochs = 4\nminibatch_size = 4\n[optimizer]\nlearning_rate = 0.05\n"
+        f"[training]\nepochs = {epochs}\nminibatch_size = 4\n[optimizer]\nlearning_rate = 0.05\n"
         f'[protocol]\nname = "{protocol}"\n[cluster]\nlearners = 3\n'
         f"[results]\nflush_s = 0.1\nreport_s = 0.0\n{tables.get('results', '')}\n{more}"
     )
@@ -19,11 +20,11 @@ SGD = "learning_rate = 0.05\nmomentum = 0.9\n"
 
 
 def restartable_job(directory: Path, protocol: str, optimizer: str = SGD, more: str = "") -> Path:
-    """Four epochs of forty updates of hardsync, with a schedule, dropout and a checkpoint every few updates."""
+    """Three epochs of forty updates of hardsync, with a schedule, dropout and a checkpoint every few updates."""
     path = directory / "job.toml"
     path.write_text(
         '[model]\nname = "user_code:dropping"\n[data]\nname = "user_code:delayed"\n'
-        "[training]\nepochs = 4\nminibatch_size = 2\nseed = 7\n"
+        "[training]\nepochs = 3\nminibatch_size = 2\nseed = 7\n"
         f"[optimizer]\nmilestones = [1, 2]\n{optimizer}"
         f'[protocol]\nname = "{protocol}"\n[cluster]\nlearners = 3\nthreads_per_rank = 1\n'
         f'[results]\nflush_s = 0.2\nreport_s = 0.05\nkeep_every = 1\ncheckpoint_every = "7 updates"\n{more}'

@@ -19,7 +19,7 @@ from tests.waiting import eventually
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-AHEAD = 30
+AHEAD = 10
 """Mini-batches that learners may be ahead of what a test waits for; then they wait for it, however slow it is."""
 
 WITHOUT_LIBFABRIC = "OMPI_MCA_btl", "^ofi"
@@ -172,7 +172,7 @@ def wait_for_deaths(process: subprocess.Popen[str], output: Path, count: int = 1
     """Waits until a run has recorded the deaths of ranks, which a busy machine notices late, or has ended.
 
     A run that nobody holds may end before anybody notices. Learners that wait for a mini-batch may notice nothing, so
-    they get one more every second.
+    they get one more every two seconds.
 
     Args:
         process: the command.
@@ -187,7 +187,7 @@ def wait_for_deaths(process: subprocess.Popen[str], output: Path, count: int = 1
 
     def recorded() -> bool:
         nonlocal since
-        if time.monotonic() > since + 1:
+        if time.monotonic() > since + 2:
             since = time.monotonic()
             with suppress(OSError, ValueError):  # nobody holds the run
                 _hold(process, int(gate.read_text()) - AHEAD + 1)

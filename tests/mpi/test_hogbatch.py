@@ -104,14 +104,14 @@ def test_what_a_dead_worker_had_is_given_to_others(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_stopped_and_killed_goes_on_with_each_sample_once(tmp_path: Path) -> None:
-    job, output = job_file(tmp_path, epochs=30), tmp_path / "out.h5"
-    for update, number in ((25, signal.SIGTERM), (80, signal.SIGKILL)):
+    job, output = job_file(tmp_path, epochs=20), tmp_path / "out.h5"
+    for update, number in ((20, signal.SIGTERM), (50, signal.SIGKILL)):
         code, err = run_until(job, output, update, number)
         assert code == (3 if number == signal.SIGTERM else -9), err
     code, _, err = finish(start("run", job, "--output", output, "--resume"))
     assert code == 0, err
     with rudra.open_results(output) as results:
-        check(results, 30)
+        check(results, 20)
         assert (results.events["kind"] == b"restart").sum() == 2
         for learner in range(2):
             steps = results.gradients["step"][results.gradients["learner"] == learner]

@@ -165,7 +165,7 @@ def test_a_synchronous_run_on_one_rank_is_the_simulated_one(recorded: dict[tuple
 def test_a_rank_that_is_killed_takes_its_learners_along(
     tmp_path: Path, protocol: str, topology: str, rank: int, dead: list[int]
 ) -> None:
-    job, output = job_file(tmp_path, protocol, topology=topology), tmp_path / "out.h5"
+    job, output = job_file(tmp_path, protocol, epochs=4, topology=topology), tmp_path / "out.h5"
     more = ["cluster.learners=6", "cluster.learners_per_rank=2", "cluster.threads_per_rank=1"]
     process = start("run", job, "--output", output, *(word for key in more for word in ("--set", key)))
     wait_for_updates(process, output, 10)
@@ -194,9 +194,8 @@ def test_a_rank_that_is_killed_takes_its_learners_along(
 
 def test_ranks_host_as_many_learners_as_the_job_allows_and_a_run_goes_on_with_others(tmp_path: Path) -> None:
     """Five ranks host six learners; training goes on with one on each of eight."""
-    job, output = job_file(tmp_path, "hardsync"), tmp_path / "out.h5"
-    text = job.read_text().replace("learners = 3", "learners_per_rank = 2\nthreads_per_rank = 1")
-    job.write_text(text.replace("epochs = 4", "epochs = 1"))
+    job, output = job_file(tmp_path, "hardsync", epochs=1), tmp_path / "out.h5"
+    job.write_text(job.read_text().replace("learners = 3", "learners_per_rank = 2\nthreads_per_rank = 1"))
     code, _, err = mpirun(5, "run", str(job), "--output", str(output))
     assert code == 0, err
     with rudra.open_results(output) as results:

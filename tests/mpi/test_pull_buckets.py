@@ -76,7 +76,7 @@ def test_a_server_that_dies_between_two_buckets_leaves_nothing_half_done(tmp_pat
     tables = {"results": 'checkpoint_every = "5 updates"', "fault_tolerance": "restarts = 1"}
     job, output = short_job(tmp_path, "softsync", **tables), tmp_path / "out.h5"
     before = "import user_code; user_code.launch_with_mortal_server(45)"
-    more = ["--set", "cluster.node_memory=false", "--set", "cluster.buckets=0.001", "--set", "training.epochs=2"]
+    more = ["--set", "cluster.node_memory=false", "--set", "cluster.buckets=0.001"]
     code, _, err = finish(start("run", job, "--output", output, *more, before=before))
     assert code == 0, err
     assert "(rank 0) died" in err

@@ -46,9 +46,9 @@ def test_hardsync_killed_again_and_again_reaches_the_bits_of_a_run_that_never_st
         assert "continues from" in err
         assert list(tmp_path.glob("*.ckpt")) == [output.with_suffix(".ckpt")], "that of the end alone"
         assert finish(start("run", job, "--output", output, "--resume"))[0] == 0
-    code, _, err = finish(start("resume", output, "--set", "training.epochs=5"))
+    code, _, err = finish(start("resume", output, "--set", "training.epochs=4"))
     assert code == 0, err
-    longer = rudra.Job.load(job, ["training.epochs=5"])
+    longer = rudra.Job.load(job, ["training.epochs=4"])
     with rudra.simulate(longer, output=tmp_path / "whole.h5", progress="quiet") as whole:
         expected = whole.summary()
         kept = {epoch: whole.weights_of(epoch) for epoch in whole.kept_epochs}
@@ -63,7 +63,7 @@ def test_hardsync_killed_again_and_again_reaches_the_bits_of_a_run_that_never_st
         if finished:
             assert restarts["text"][-1].endswith(b"; 0 updates after it are repeated; it was finished")
         assert list(restarts["timestamp"]) == sorted(restarts["timestamp"])
-        assert [row["samples"] for row in results.learners] == [5 * 80] * 3
+        assert [row["samples"] for row in results.learners] == [4 * 80] * 3
         assert len({*kept} & {*results.kept_epochs}) > 1
         for epoch in {*kept} & {*results.kept_epochs}:
             assert np.array_equal(results.weights_of(epoch), kept[epoch])
@@ -111,7 +111,7 @@ def test_softsync_stopped_and_resumed_replays(tmp_path: Path) -> None:
         for learner in range(3):
             steps = results.gradients["step"][results.gradients["learner"] == learner]
             assert list(steps) == list(range(len(steps)))
-        assert list(results.epochs["epoch"]) == [1, 2, 3, 4]
+        assert list(results.epochs["epoch"]) == [1, 2, 3]
         assert (results.events["wall_s"] > 0).all()
     assert replays(output)
 
@@ -119,7 +119,7 @@ def test_softsync_stopped_and_resumed_replays(tmp_path: Path) -> None:
 def test_a_target_counts_the_tests_from_before_a_stop(tmp_path: Path) -> None:
     target = 'target = "accuracy >= 0"\nstop_at_target = true\n'  # as soon as there are five tests
     job, output = job_file(tmp_path, "hardsync"), tmp_path / "out.h5"
-    job.write_text(job.read_text().replace("epochs = 4\n", f"epochs = 50\n{target}"))
+    job.write_text(job.read_text().replace("epochs = 3\n", f"epochs = 50\n{target}"))
     code, err = run_until(job, output, 155, signal.SIGTERM)
     assert code == 3, err
     code, _, err = finish(start("run", job, "--output", output, "--resume"))
@@ -137,7 +137,7 @@ def test_patience_and_plateau_count_the_tests_from_before_a_stop(tmp_path: Path)
     more = f'[task]\nmetrics = {metrics}\n[topology]\nname = "groups"\noptions.groups = 1\n'
     job = job_file(tmp_path, "hardsync", more=more)
     output, text = tmp_path / "out.h5", job.read_text()
-    text = text.replace("epochs = 4\n", 'epochs = 50\npatience = 5\ntarget = "always >= 2"\n')
+    text = text.replace("epochs = 3\n", 'epochs = 50\npatience = 5\ntarget = "always >= 2"\n')
     plateau = 'schedule = "plateau"\ndecay_factor = 0.5\nschedule_options = { patience = 2 }\n'
     job.write_text(text.replace("milestones = [1, 2]\n", plateau))
     code, err = run_until(job, output, 150, signal.SIGTERM)

@@ -29,7 +29,7 @@ def test_rows_travel_and_are_replayed(tmp_path: Path) -> None:
     job = rudra.Job(
         model={"name": "mlp", "options": {"hidden": [32]}},
         data={"name": "libsvm", "path": samples, "test_split": 0.2, "sparse": True},
-        training={"epochs": 2, "minibatch_size": 1, "seed": 1},
+        training={"epochs": 1, "minibatch_size": 1, "seed": 1},
         protocol={"name": "async", "modulation": "none"},
         cluster={"learners": 2, "threads_per_rank": 1},
     )

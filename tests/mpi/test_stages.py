@@ -66,7 +66,7 @@ def test_a_step_sends_the_activations_and_the_first_layers_of_each_learner_and_b
     job, output = job_file(tmp_path, "hardsync", more=SYNCHRONOUS.replace("3", "1")), tmp_path / "out.h5"
     text = job.read_text().replace("user_code:dropping", "user_code:counted")
     options = f'options.told = "{told}"\n[data]'
-    job.write_text(text.replace("[data]", options, 1).replace("epochs = 4", "epochs = 1").replace("[1, 2]", "[]"))
+    job.write_text(text.replace("[data]", options, 1).replace("epochs = 3", "epochs = 1").replace("[1, 2]", "[]"))
     code, _, err = finish(start("run", job, "--output", output))
     assert code == 0, err
     sent = [line.split() for file in told.iterdir() for line in file.read_text().splitlines()]
@@ -112,7 +112,7 @@ def test_under_mpirun_one_rank_chooses_and_none_is_refused_where_nothing_is_plac
     tmp_path: Path, model: str, cut: str | None
 ) -> None:
     job, output = job_file(tmp_path, "hardsync", more=BY_RULE), tmp_path / "out.h5"
-    text = job.read_text().replace("user_code:dropping", f"user_code:{model}").replace("epochs = 4", "epochs = 1")
+    text = job.read_text().replace("user_code:dropping", f"user_code:{model}").replace("epochs = 3", "epochs = 1")
     job.write_text(text.replace("milestones = [1, 2]\n", ""))
     code, _, err = mpirun(6, "run", str(job), "--output", str(output))
     assert code == 0, err

@@ -17,6 +17,7 @@ from rudra.cli.main import main
 from rudra.job.job import Job
 from rudra.prepare.nodes import nodes_of
 from rudra.simulation.conformance import NOISY, TOPOLOGY_CASES, Case, cases_of, check, determined, outcome
+from tests.selection import CAMPAIGN
 
 RULES: list[dict[str, Any]] = [
     *({"name": name} for name in protocols.shipped() if name != "hogbatch"),  # has workers: test_hogbatch
@@ -235,10 +236,11 @@ class Half(Protocol):
 @pytest.mark.parametrize(
     ("kind", "code", "lines"),
     [
-        (
+        pytest.param(  # the page about own rules shows it, too
             Ramp,
             0,
             [r"ok +7 learners on 3 nodes, sharded", r"ok +7 learners on 3 nodes, adv \(fan_out = 2\)", " 0 FAILED"],
+            marks=CAMPAIGN,
         ),
         (Deaf, 1, [r"FAILED +3 learners: \w+: ", r"refused +7 learners on 3 nodes, replicas: .*use protocol average"]),
     ],

@@ -67,12 +67,12 @@ def limited(cluster: Cluster, openmpi: Path, tmp_path_factory: pytest.TempPathFa
 def test_mpich_stops_when_told_and_goes_on(
     limited: dict[str, Batch], cluster: Cluster, mpich: Path, tmp_path: Path, launcher: str
 ) -> None:
-    batch = cluster.submit(tmp_path, "--launcher", launcher, *ONE_LEARNER, *lasts(5), environment=mpich)
-    batch.wait_for_epoch(2)
+    batch = cluster.submit(tmp_path, "--launcher", launcher, *ONE_LEARNER, *lasts(4), environment=mpich)
+    batch.wait_for_epoch()
     tell(batch, launcher)
     batch.completes()
     assert batch.field("Restarts") == "1"
-    check_results(batch, 5)
+    check_results(batch, 4)
 
 
 def tell(batch: Batch, launcher: str) -> None:

@@ -146,9 +146,9 @@ def test_a_compiled_run_learns_and_replays(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_compiler
-@torch._dynamo.config.patch(recompile_limit=1)
-def test_each_model_has_versions_of_its_own() -> None:
+def test_each_model_has_versions_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch keeps a number of versions for a piece of code; what shares it would be computed eagerly beyond that."""
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
     inputs, target = torch.rand(4, 5), torch.tensor([0, 1, 2, 0])
     for width in (3, 4):
         model = FlatModel(nn.Sequential(nn.Linear(5, width)), Classification(width), compiled=True, gradients="direct")

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ import pytest
 from rudra.compute.making import EXECUTORS
 from rudra.roles import MACHINES
 from tests import forks
-from tests.structure import ROOT, SOURCES, attributes, circles, classes, depths, imports, trees
+from tests.structure import ROOT, SOURCES, Trees, attributes, circles, classes, depths, imports, parsed, trees
 from topologies.kinds import Variant
 
 ABOVE = {
@@ -66,11 +65,6 @@ RULES: dict[str, tuple[str, set[str]]] = {  # room -> rooms that it may import b
 ONLY_INSIDE_FUNCTIONS = {"argcomplete", "matplotlib", "jinja2", "pandas", "PIL", "zstandard"}
 
 
-@cache
-def parsed(file: Path) -> ast.Module:
-    return ast.parse(file.read_text(encoding="utf-8"))
-
-
 def room_of(file: Path) -> str:
     place = file.relative_to(ROOT)
     if str(place) in ABOVE:
@@ -106,6 +100,7 @@ def test_only_the_module_of_devices_and_that_of_a_benchmark_know_cuda() -> None:
     knows = {
         str(file.relative_to(ROOT))
         for file in SOURCES
+        if "cuda" in file.read_text(encoding="utf-8")
         for node in ast.walk(parsed(file))
         if (isinstance(node, ast.Attribute) and node.attr in ("cuda", "is_cuda"))
         or (
@@ -213,14 +208,16 @@ def test_no_public_class_has_the_name_of_another() -> None:
     assert [name for name, count in Counter(names).items() if count > 1] == []
 
 
-ROLES = {name: tree for name, tree in trees().items() if name.startswith("rudra.roles")}
+def roles() -> Trees:
+    """Those of the package of roles."""
+    return {name: tree for name, tree in trees().items() if name.startswith("rudra.roles")}
 
 
 def test_no_role_edits_what_another_one_decided() -> None:
     """`Machine.handle` is the only way from an event to actions."""
     found = {
         node.name
-        for _, node in classes(ROLES)
+        for _, node in classes(roles())
         for each in node.body
         if isinstance(each, ast.FunctionDef) and each.name == "handle"
     }
@@ -233,4 +230,4 @@ def test_roles_are_at_most_two_levels_below_the_machine() -> None:
 
 
 def test_classes_of_roles_have_few_attributes() -> None:
-    assert {node.name: found for _, node in classes(ROLES) if len(found := attributes(node)) > 22} == {}
+    assert {node.name: found for _, node in classes(roles()) if len(found := attributes(node)) > 22} == {}

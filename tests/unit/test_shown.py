@@ -45,6 +45,7 @@ def studied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     job.write_text(job.read_text().replace("[study]\n", '[study]\npaper = ["table1"]\n'))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
+        patch.setattr("rudra.report.page.inline", lambda *_, **__: "")  # nobody looks at the figures
         for line in blocks("sh", section(page("studies.md"), "A study in the job file"))[0].splitlines():
             word, command, *arguments = line.split()
             assert word == "rudra"

@@ -275,7 +275,7 @@ class Meddler:
                 finished(ranks.owner.perform(SetOptimizer(WEIGHTS, momentum, {})))
 
 
-@pytest.mark.parametrize("seeds", covering([3], [3, 8]))
+@pytest.mark.parametrize("seeds", covering([2], [2, 8]))
 @pytest.mark.parametrize("often", [0.005, 0.05])
 def test_roles_that_do_anything_at_any_time_see_what_they_would_have_seen(
     often: float, seeds: int, monkeypatch: pytest.MonkeyPatch
