@@ -40,6 +40,10 @@ class Schedule:
         steps = self.table.schedule in ("step", "plateau")
         return steps and any(before < start <= now for start in self.starts)
 
+    def is_flat(self, progress: float) -> bool:
+        """Returns whether the rate stays the same from this progress until the end of the epoch."""
+        return self.table.schedule_every == "epoch" and progress >= self.table.warm_up
+
     def rate(self, epoch: int, progress: float, update: int = 0) -> float:
         """Returns the rate of an update.
 

@@ -113,6 +113,9 @@ class AveragingPeriods:
         """Returns the learning rate of each step in some periods of this epoch, after the next periods."""
         samples, of_epoch, length, together = self._samples, self._training_samples, self._length, self._together
         epoch, places = samples // of_epoch, range(after * length + 1, (after + periods) * length + 1)
+        progress = (samples + together * places[0]) / of_epoch
+        if schedule.is_flat(progress):
+            return [schedule.rate(epoch, progress, self.number + after)] * len(places)
         return [
             schedule.rate(epoch, (samples + together * made) / of_epoch, self.number + (made - 1) // length)
             for made in places
@@ -401,7 +404,8 @@ class Averager(Replica):
         left = periods.left_of_epoch if until == inf else min(periods.left_of_epoch, int(until) - 1 - periods.number)
         count = min(most, left - after)
         first = ledger.timestamp + after + 2  # the update before a checkpoint's announces it
-        due = (each for each in range(count) if cycle.wanted(first + each, ledger.epoch, now))
+        looks = range(count if cycle.counts_updates else min(count, 1))
+        due = (each for each in looks if cycle.wanted(first + each, ledger.epoch, now))
         return max(0, next(due, count))
 
     def rates_ahead(self, updates: int, after: int) -> list[float]:

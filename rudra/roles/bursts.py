@@ -35,7 +35,7 @@ class BankRecords:
         self._learners, self._leader = learners, learners[0]
         self._rule = rule = self._leader.rule
         self._next = [learner.log.upcoming for learner in learners]  # the mini-batch that each computes next
-        self._spent = np.zeros(3)  # seconds of gradients, waits and steps
+        self._spent = [0.0, 0.0, 0.0]  # seconds of gradients, waits and steps
         self._made = 0  # updates that the learners do not know of
         self._rates: deque[list[float]] = deque()  # of the updates of each burst under way, for the records
         works = [work for _, work in self._next]
@@ -132,7 +132,8 @@ class BankRecords:
         self._steps += steps
         self._firsts += steps * self._strides
         self._made += count
-        self._spent += event.gradient_s, event.average_s, event.step_s
+        for place, taken in enumerate((event.gradient_s, event.average_s, event.step_s)):
+            self._spent[place] += taken
         return ledger.outbox.due(now)
 
     def _fill_gradients(self, event: BurstMade, before: Integers) -> npt.NDArray[np.void]:
@@ -172,12 +173,12 @@ class BankRecords:
 
     def wake_up(self) -> None:
         """Tells the learners what has been recorded. Each of them can then continue by itself."""
-        compute_s, wait_s, step_s = self._spent.tolist()
+        compute_s, wait_s, step_s = self._spent
         for learner in self._learners:
             learner.follow_burst(self._leader, self._made)
             learner.log.enter_others(self._made * self._rule.period, compute_s, wait_s, step_s)
         self._made = 0
-        self._spent[:] = 0.0
+        self._spent = [0.0, 0.0, 0.0]
 
     def resume(self, now: float) -> Iterator[tuple[int, list[Action]]]:
         """Yields the actions of each learner that begin its next mini-batch, after `wake_up`."""

@@ -90,6 +90,11 @@ class CheckpointCycle:
         due = self.saving is None and self._every is not None and self._due(self._every, timestamp, epoch, now)
         return due or bool(self._kept_name(timestamp, epoch))
 
+    @property
+    def counts_updates(self) -> bool:
+        """Whether the number of updates decides when a checkpoint is due."""
+        return self._keep is not None or (self._every is not None and self._every[1] == "update")
+
     def begin(self, now: float) -> list[Action]:
         """Begins the checkpoint of the last update, and keeps it if that is due."""
         name = self._kept_name(self._ledger.timestamp, self._ledger.epoch)

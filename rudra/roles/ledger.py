@@ -266,6 +266,8 @@ class Ledger:
 
     def rates_ahead(self, updates: int, samples: int, after: int) -> list[float]:
         """Returns rates of updates in this epoch, by `samples` samples that are not stale, after others like them."""
+        if self.rules.schedule.is_flat((self.samples + samples * (1 + after)) / self._training_samples):
+            return [self._rate(samples, 0.0, after)] * updates
         return [self._rate(samples, 0.0, place) for place in range(after, after + updates)]
 
     def enter_burst(self, gradients: Rows, updates: Rows) -> None:
