@@ -25,7 +25,8 @@ def selected(request: pytest.FixtureRequest, parameter: str) -> set[Any]:
 
     A fixture of a module, which prepares all cases at once, prepares only these.
     """
-    items = (item for item in request.session.items if isinstance(item, pytest.Function))
+    # Other modules may have a fixture of this name.
+    items = (item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path)
     called = [item.callspec for item in items if request.fixturename in item.fixturenames and hasattr(item, "callspec")]
     own = getattr(request, "param", None)
     found = (spec.params for spec in called if spec.params.get(request.fixturename) == own)

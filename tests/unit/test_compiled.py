@@ -146,16 +146,17 @@ def test_a_compiled_run_learns_and_replays(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_compiler
-def test_each_model_has_versions_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_model_has_versions_of_its_own() -> None:
     """Torch keeps a number of versions for a piece of code; what shares it would be computed eagerly beyond that."""
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
     inputs, target = torch.rand(4, 5), torch.tensor([0, 1, 2, 0])
-    for width in (3, 4):
-        model = FlatModel(nn.Sequential(nn.Linear(5, width)), Classification(width), compiled=True, gradients="direct")
-        weights, found = torch.empty(model.size), torch.empty(model.size)
-        model.read_into(weights)
-        model.bind(weights)
-        model.gradient(inputs, target, found, 0)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for width in (3, 4):
+            module = nn.Sequential(nn.Linear(5, width))
+            model = FlatModel(module, Classification(width), compiled=True, gradients="direct")
+            weights, found = torch.empty(model.size), torch.empty(model.size)
+            model.read_into(weights)
+            model.bind(weights)
+            model.gradient(inputs, target, found, 0)
 
 
 def test_without_a_compiler_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
