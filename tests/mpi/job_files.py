@@ -3,13 +3,13 @@
 from pathlib import Path
 
 
-def short_job(directory: Path, protocol: str, model: str = "network", **tables: str) -> Path:
-    """Four epochs of twenty mini-batches for each of three learners."""
+def short_job(directory: Path, protocol: str, model: str = "network", *, epochs: int = 2, **tables: str) -> Path:
+    """Epochs of twenty mini-batches for each of three learners."""
     path = directory / "job.toml"
     more = "".join(f"[{name}]\n{text}\n" for name, text in tables.items() if name != "results")
     path.write_text(
         f'[model]\nname = "user_code:{model}"\n[data]\nname = "user_code:delayed"\n'
-        "[training]\nepochs = 4\nminibatch_size = 4\n[optimizer]\nlearning_rate = 0.05\n"
+        f"[training]\nepochs = {epochs}\nminibatch_size = 4\n[optimizer]\nlearning_rate = 0.05\n"
         f'[protocol]\nname = "{protocol}"\n[cluster]\nlearners = 3\n'
         f"[results]\nflush_s = 0.1\nreport_s = 0.0\n{tables.get('results', '')}\n{more}"
     )

@@ -190,7 +190,7 @@ def settings(keys: list[str]) -> list[str]:
 def test_a_rank_that_is_killed_takes_its_bank_along(
     tmp_path: Path, form: str, protocol: str, topology: str, rank: int, dead: list[int]
 ) -> None:
-    job, output = job_file(tmp_path, protocol, topology=topology), tmp_path / "out.h5"
+    job, output = job_file(tmp_path, protocol, epochs=4, topology=topology), tmp_path / "out.h5"
     process = start("run", job, "--output", output, *settings(in_form(form)))
     wait_for_updates(process, output, 10)
     os.kill(ranks_of(process)[rank], signal.SIGKILL)
@@ -211,7 +211,7 @@ MORE = [("fused", "hardsync"), ("fused", "softsync"), ("graphs", "softsync")]
 @pytest.mark.parametrize("case", covering(STOPPED, STOPPED + MORE), ids=str)
 def test_a_run_that_is_stopped_goes_on_as_if_it_had_not(tmp_path: Path, case: tuple[str, str]) -> None:
     form, protocol = case
-    job, output = job_file(tmp_path, protocol), tmp_path / "out.h5"
+    job, output = job_file(tmp_path, protocol, epochs=4), tmp_path / "out.h5"
     process = start("run", job, "--output", output, *settings(in_form(form)))
     wait_for_updates(process, output, 10)
     os.kill(process.pid, signal.SIGINT)

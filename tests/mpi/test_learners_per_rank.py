@@ -165,7 +165,7 @@ def test_a_synchronous_run_on_one_rank_is_the_simulated_one(recorded: dict[tuple
 def test_a_rank_that_is_killed_takes_its_learners_along(
     tmp_path: Path, protocol: str, topology: str, rank: int, dead: list[int]
 ) -> None:
-    job, output = job_file(tmp_path, protocol, topology=topology), tmp_path / "out.h5"
+    job, output = job_file(tmp_path, protocol, epochs=4, topology=topology), tmp_path / "out.h5"
     more = ["cluster.learners=6", "cluster.learners_per_rank=2", "cluster.threads_per_rank=1"]
     process = start("run", job, "--output", output, *(word for key in more for word in ("--set", key)))
     wait_for_updates(process, output, 10)

@@ -243,7 +243,8 @@ def test_without_ulfm_a_dead_rank_ends_the_job_soon_and_the_checkpoint_is_named(
 
 
 def test_mpirun_that_is_ended_from_outside_leaves_a_run_to_go_on_with(tmp_path: Path) -> None:
-    job, output = job_file(tmp_path, "softsync", results='checkpoint_every = "2 updates"'), tmp_path / "out.h5"
+    every = 'checkpoint_every = "2 updates"'
+    job, output = job_file(tmp_path, "softsync", epochs=8, results=every), tmp_path / "out.h5"
     process = start("run", job, "--output", output)
     wait_for_updates(process, output, 10, kept=True)
     pids = below(process.pid)
