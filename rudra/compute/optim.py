@@ -217,6 +217,12 @@ class UpdateRule:
         """Whether rules like this one may step together (`rudra.compute.joined_steps`)."""
         return self._sgd and not self._caffe and self._clip_norm is None
 
+    @property
+    def settings(self) -> str:
+        """Settings of all groups except the rate, which are part of a recorded step."""
+        groups = self.optimizer.param_groups
+        return str([{key: value for key, value in group.items() if key not in ("params", "lr")} for group in groups])
+
     def give(self, gradient: torch.Tensor) -> None:
         """Gives all parameters their parts of a gradient, (P,) float32, for a step by another optimiser."""
         for parameter, part in self._places.items():

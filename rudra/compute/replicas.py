@@ -204,6 +204,11 @@ class AveragerExecutor(ElasticExecutor, OwnerExecutor):
         return [*self._inner.state().values(), *(self._rule.state().values() if central else ())]
 
     @property
+    def settings(self) -> tuple[str, str]:
+        """Settings of the optimisers of the replica and of the weights."""
+        return self._inner.settings, self._rule.settings
+
+    @property
     def inner_rule(self) -> UpdateRule:
         """Rule that steps the replica."""
         return self._inner

@@ -63,6 +63,7 @@ JOBS = {
             {"at_epoch": 1, "averaging": {"period": 2}},
         ]
     ),
+    "momentum": make_job(changes=[{"at_update": 19, "optimizer": {"momentum": 0.5}}]),
     "dormant": make_job(cluster={"active_learners": 2}, changes=[{"at_update": 31, "cluster": {"active_learners": 4}}]),
 }
 NOT_RECORDED = {"dropout": "the model draws random numbers", "adam": None}

@@ -233,7 +233,7 @@ class RecordedBursts:
         counts = tuple(work.count for _, work in burst.learners)
         if (burst.period, counts) == self._shapes:
             return
-        self._shapes, self._graphs, self._updates = (burst.period, counts), {}, self._ways()
+        self._shapes, self._graphs = (burst.period, counts), {}
         width = self._first.source.indices_of(*burst.learners[0], 1).shape[1]
         self._notes = notes = Notes(burst.period, counts, width, self._first.size, self._device)
         there = notes.rows, notes.losses, notes.squares, notes.samples.taken
@@ -276,7 +276,8 @@ class RecordedBursts:
         return [graph for size, times in sizes if times for graph in [self._graph(burst, size)] * times]
 
     def _graph(self, burst: Burst, updates: int) -> Graph:
-        key = updates, _alike(burst)[1], burst.step, burst.elasticity, *(each.data_ptr() for each in self._vectors())
+        about = _alike(burst)[1], burst.step, burst.elasticity, self._first.settings
+        key = updates, *about, *(each.data_ptr() for each in (*self._vectors(), *self._states()))
         found = self._graphs.get(key)
         if found is None or not found.is_valid():
             while len(self._graphs) >= KEPT:
@@ -292,6 +293,10 @@ class RecordedBursts:
             found += (executor.renew(name).vector for name in (GRADIENT, DIFFERENCE))
         return found
 
+    def _states(self) -> list[torch.Tensor]:
+        """Returns the tensors of all optimisers. A restart or a change of the job may replace them."""
+        return [each for executor in self._learners for each in executor.states(central=executor is self._first)]
+
     def _recorded(self, burst: Burst, updates: int) -> Graph:
         """Records updates. Nothing has changed afterwards.
 
@@ -299,8 +304,8 @@ class RecordedBursts:
             NotRecordedError: They cannot be recorded.
         """
         generator, notes = self._kind.generator(self._device), self._notes
-        states = [each for executor in self._learners for each in executor.states(central=executor is self._first)]
-        written = [*self._vectors(), *states, notes.number, notes.samples.timestamp]
+        self._updates = self._ways()
+        written = [*self._vectors(), *self._states(), notes.number, notes.samples.timestamp]
         needed, free = sum(each.nbytes for each in written), self._kind.free_bytes(self._device)
         if free is not None and needed > free / 2:
             raise NotRecordedError(f"copies of all replicas take {bytes_text(needed)}, and {bytes_text(free)} are free")
