@@ -81,7 +81,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return {key: value for rank in made for key, value in rank.items()}
 
 
-SOME = ["sma, period 3", "average, period 2", "streams", "fused", "dropout", "dormant"]
+SOME = ["sma, period 3", "average, period 2", "streams", "fused", "dropout", "momentum", "dormant"]
 
 
 def differing(one: dict[str, str], other: dict[str, str]) -> set[str]:
