@@ -61,7 +61,7 @@ BENCHMARKS = {  # name -> comparison and goal
     ),
     "bank": (
         "gradients of the learners of a bank: one after another, at the same time, and fused (cluster.bank)",
-        "none: cluster.bank = 'auto' takes the fastest form",
+        "no goal",
     ),
     "bank_records": (
         "time of the host for the records of a bank whose learners compute nothing, in bursts of 1 and 64 updates",

@@ -15,7 +15,7 @@ import torch
 from benchmarks.shared import learner_step_s, unconnected
 from rudra.bench.ranks import LEARNER, STATISTICS, alexnet_job, in_turns, on_ranks, train
 from rudra.benchmark_report import Goal, Report, Spread, ratios, spread
-from rudra.mpi.agreement import rest
+from rudra.mpi.quiet import rest
 
 if TYPE_CHECKING:
     from mpi4py import MPI

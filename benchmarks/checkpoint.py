@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from rudra.bench.ranks import SERVER, alexnet_job, in_turns, lenet_job, on_ranks, train, write_images
 from rudra.benchmark_report import Goal, Report, ratios, spread
-from rudra.mpi.agreement import rest
+from rudra.mpi.quiet import rest
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -19,7 +19,7 @@ from rudra.bench.ranks import in_turns, on_ranks, train, write_images
 from rudra.benchmark_report import Goal, Report
 from rudra.core.decisions import measurements
 from rudra.machine import cores
-from rudra.mpi.agreement import rest
+from rudra.mpi.quiet import rest
 from rudra.results.reader import Results
 
 if TYPE_CHECKING:

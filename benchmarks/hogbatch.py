@@ -20,7 +20,7 @@ from rudra.bench.ranks import on_ranks, train
 from rudra.benchmark_report import Goal, Report, ratios, spread
 from rudra.compute.window import Contribution, Update, WindowLayout
 from rudra.job.job import Job
-from rudra.mpi.agreement import rest
+from rudra.mpi.quiet import rest
 from rudra.mpi.shared_window import WindowFile
 
 if TYPE_CHECKING:

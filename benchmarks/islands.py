@@ -15,7 +15,7 @@ from benchmarks.shared import data_directory, unconnected, write_text
 from rudra.bench.ranks import STATISTICS
 from rudra.benchmark_report import Goal, Report, ratios
 from rudra.job.job import Job
-from rudra.mpi.agreement import rest
+from rudra.mpi.quiet import rest
 
 if TYPE_CHECKING:
     from mpi4py import MPI

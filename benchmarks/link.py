@@ -23,8 +23,8 @@ from rudra.compute import models, tasks
 from rudra.compute.optimizers import uncompiled
 from rudra.data.load import load
 from rudra.job.job import Job
-from rudra.mpi.agreement import rest
 from rudra.mpi.group_reduction import MEASURED_STEPS
+from rudra.mpi.quiet import rest
 
 if TYPE_CHECKING:
     from mpi4py import MPI

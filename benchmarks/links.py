@@ -42,8 +42,8 @@ from rudra.errors import RudraError, RunError
 from rudra.job.job import Job
 from rudra.log import log
 from rudra.machine import cores, end_with_parent
-from rudra.mpi.agreement import rest
 from rudra.mpi.forkserver import SERVER
+from rudra.mpi.quiet import rest
 from rudra.mpi.rank_proxy import WORKER
 from rudra.worker import import_modules, run
 

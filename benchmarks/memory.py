@@ -14,7 +14,7 @@ from rudra.bench.ranks import LEARNER, SERVER, STATISTICS, PlainLoop, on_ranks, 
 from rudra.benchmark_report import Goal, Report
 from rudra.job.job import Job
 from rudra.memory import memory_bytes
-from rudra.mpi.agreement import rest
+from rudra.mpi.quiet import rest
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -20,7 +20,7 @@ from rudra.benchmark_report import Goal, Report, ratios, spread
 from rudra.core.placement import Layer, PlacementHardware, choose
 from rudra.job.job import Job
 from rudra.machine import cores
-from rudra.mpi.agreement import rest
+from rudra.mpi.quiet import rest
 
 if TYPE_CHECKING:
     from mpi4py import MPI

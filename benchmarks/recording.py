@@ -17,7 +17,7 @@ from rudra.compute.optim import UpdateRule
 from rudra.compute.vectors import Buffer
 from rudra.core.messages import MessageKind
 from rudra.job.tables import OptimizerTable
-from rudra.mpi.agreement import rest
+from rudra.mpi.quiet import rest
 from rudra.probe import Method, wrapped
 from rudra.results.recorder import Recorder
 from rudra.roles.outbox import Outbox

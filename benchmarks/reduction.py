@@ -19,7 +19,7 @@ from benchmarks import links
 from benchmarks.shared import unconnected
 from rudra.bench.ranks import LEARNER, STATISTICS, lenet_job, write_images
 from rudra.benchmark_report import Goal, Report, ratios, spread
-from rudra.mpi.agreement import rest
+from rudra.mpi.quiet import rest
 
 if TYPE_CHECKING:
     from mpi4py import MPI

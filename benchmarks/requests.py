@@ -27,7 +27,7 @@ from rudra.core.layout import Part
 from rudra.job.job import Job
 from rudra.job.tables import OptimizerTable
 from rudra.machine import cores
-from rudra.mpi.agreement import rest
+from rudra.mpi.quiet import rest
 
 if TYPE_CHECKING:
     from mpi4py import MPI

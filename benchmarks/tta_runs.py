@@ -23,7 +23,7 @@ from rudra.compute.flat import FlatModel
 from rudra.data.load import load
 from rudra.job.job import Job
 from rudra.job.tables import DataTable
-from rudra.mpi.agreement import rest
+from rudra.mpi.quiet import rest
 from rudra.results.reader import Results
 from rudra.tuning.journal import Journal
 

@@ -137,6 +137,7 @@ def _load(stream: io.BufferedReader, file: str) -> Callable[[], int] | None:
     from rudra.data.thread import in_data_thread
     from rudra.log import log
     from rudra.mpi.failures import abort_on_dead_rank, named_ranks
+    from rudra.mpi.quiet import QuietComm
 
     run: Callable[[], int] | None = None
     report = ""
@@ -153,7 +154,7 @@ def _load(stream: io.BufferedReader, file: str) -> Callable[[], int] | None:
         report = f"{named_ranks([MPI.COMM_WORLD.rank])} cannot load the job: {type(error).__name__}: {error}\n"
         report += traceback.format_exc().rstrip("\n")
     with abort_on_dead_rank():
-        reports = MPI.COMM_WORLD.allgather(report)
+        reports = QuietComm(MPI.COMM_WORLD).allgather(report)
     if MPI.COMM_WORLD.rank == 0:  # all ranks have read the file, and the launcher may be killed
         with suppress(OSError):
             os.unlink(file)

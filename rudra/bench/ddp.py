@@ -26,7 +26,7 @@ from rudra.bench.ranks import (
 )
 from rudra.benchmark_report import Goal, Report, ratios, spread
 from rudra.job.job import Job
-from rudra.mpi.agreement import rest
+from rudra.mpi.quiet import rest
 
 if TYPE_CHECKING:
     from mpi4py import MPI

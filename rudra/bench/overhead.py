@@ -25,7 +25,7 @@ from rudra.compute import networks
 from rudra.compute.flat import FlatModel
 from rudra.compute.optim import UpdateRule
 from rudra.job.job import Job
-from rudra.mpi.agreement import rest
+from rudra.mpi.quiet import rest
 
 if TYPE_CHECKING:
     from mpi4py import MPI

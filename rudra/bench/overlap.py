@@ -28,7 +28,7 @@ from rudra.core.buffer_names import GRADIENT, WEIGHTS
 from rudra.core.records import TIMES
 from rudra.data.load import load
 from rudra.job.job import Job
-from rudra.mpi.agreement import rest
+from rudra.mpi.quiet import rest
 from rudra.prepare.resolve import settle
 from topologies import Plan, base
 

@@ -15,7 +15,7 @@ import torch
 from rudra.bench.ranks import LEARNER, SERVER, STATISTICS, exchange, in_turns, on_ranks
 from rudra.bench.stubs import AveragingServer, Maker, StubLearner, StubStatistics, drive, kept, stub_job
 from rudra.benchmark_report import Goal, Report, ratios, spread
-from rudra.mpi.agreement import rest
+from rudra.mpi.quiet import rest
 
 if TYPE_CHECKING:
     from mpi4py import MPI

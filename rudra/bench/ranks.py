@@ -21,8 +21,8 @@ from rudra.compute.optimizers import uncompiled
 from rudra.errors import RunError
 from rudra.job.job import Job
 from rudra.log import log
-from rudra.mpi.agreement import rest
 from rudra.mpi.launch import launch
+from rudra.mpi.quiet import rest
 from rudra.results.reader import Results, open_results
 from topologies import base
 
@@ -84,11 +84,13 @@ def train(job: Job, path: Path, comm: "MPI.Comm | None" = None) -> Results:
     Raises:
         RunError: the run failed.
     """
+    from rudra.mpi.quiet import QuietComm
     from rudra.mpi.session import run_ranks
     from rudra.prepare.start import StartRequest
 
     job = job.with_(cluster={"device": "cpu"})  # as the alternatives in the comparison
-    code, _ = run_ranks(job, StartRequest(path, force=True), progress={"mode": "quiet", "columns": None}, comm=comm)
+    own = comm if comm is None or isinstance(comm, QuietComm) else QuietComm(comm)
+    code, _ = run_ranks(job, StartRequest(path, force=True), progress={"mode": "quiet", "columns": None}, comm=own)
     if code:
         raise RunError(f"the run ended with exit code {code}")
     return open_results(path)

@@ -15,7 +15,7 @@ from rudra.core.actions import Accumulate, Compute, Finish, Record, Update
 from rudra.core.events import Computed, Updated
 from rudra.errors import RunError
 from rudra.job.job import Job
-from rudra.mpi.agreement import rest
+from rudra.mpi.quiet import rest
 from rudra.results.recorder import Recorder
 from rudra.roles import make
 from topologies import Plan
@@ -111,6 +111,8 @@ def drive(
     comm: "MPI.Comm", job: Job, plan: Plan, make_executor: Maker, steps: int, *, spins: bool = True
 ) -> list[dict[str, float]]:
     """Trains and returns, on the statistics server's rank, each learner's totals and the training time."""
+    from mpi4py import MPI
+
     from rudra.mpi.arena import Arena
     from rudra.mpi.driver import Rank
 
@@ -118,13 +120,16 @@ def drive(
     (role,) = plan.on_rank(comm.rank)
     recorder = account if role == plan.statistics else None
     mine = comm.Dup()
+    node = mine.Split_type(MPI.COMM_TYPE_SHARED)
+    places = mine.allgather(node.bcast(mine.rank))
     machines = {role: make(role, job, plan, steps, schedule_of(job, plan, steps))}
     arena = Arena()
     executor = make_executor(arena.allocate if job.cluster.node_memory else None)
     if job.cluster.node_memory:
-        _meet(mine, arena, executor)
+        _meet(node, mine.rank, arena, executor)
+    node.Free()
     spins = spins and recorder is None  # as in a session
-    Rank(mine, plan, machines, {role: executor}, recorder, spins=spins, arena=arena, job=job).run()
+    Rank(mine, plan, machines, {role: executor}, recorder, spins=spins, arena=arena, job=job, places=places).run()
     arena.close()
     del machines, executor, arena
     gc.collect()  # the next run needs the memory before Python finds the cycles that hold it
@@ -133,16 +138,12 @@ def drive(
     return account.learners
 
 
-def _meet(comm: "MPI.Comm", arena: "Arena", executor: Executor) -> None:
-    """Lets the ranks of the node map each other's memory, as a session does."""
-    from mpi4py import MPI
-
+def _meet(node: "MPI.Comm", rank: int, arena: "Arena", executor: Executor) -> None:
+    """Lets the ranks of a node map each other's memory, as a session does."""
     names = [f"touched {i}" for i in range(TOUCHED)]
     for use in (executor.buffer, executor.release):
         for name in names:
             use(name)
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    failure = arena.meet(node, comm.rank, RESERVED * (executor.size * 4 + executor.tail))
-    node.Free()
+    failure = arena.meet(node, rank, RESERVED * (executor.size * 4 + executor.tail))
     if failure:
         raise RunError(f"ranks cannot read each other's memory here: {failure}")

@@ -2,7 +2,6 @@
 
 import socket
 import sys
-import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -13,17 +12,11 @@ from rudra.errors import RudraError
 from rudra.job.tables import ClusterTable
 from rudra.machine import cores
 from rudra.mpi.failures import abort_on_dead_rank
+from rudra.mpi.quiet import QuietComm
 from rudra.mpi.start import gpu_aware, start_mpi
 from rudra.prepare.resolve import RankFacts
 
 T = TypeVar("T")
-
-
-def rest(comm: MPI.Comm) -> None:
-    """Waits for all ranks, and sleeps in between so that working ranks get the core."""
-    request = comm.Ibarrier()
-    while not request.Test():
-        time.sleep(1e-3)
 
 
 def found_by_rank0(find: Callable[[], T]) -> T:
@@ -37,7 +30,7 @@ def found_by_rank0(find: Callable[[], T]) -> T:
         RudraError: rank 0 raised it.
     """
     start_mpi()
-    comm, places = MPI.COMM_WORLD, list[str]()
+    comm, places = QuietComm(MPI.COMM_WORLD), list[str]()
     found: T | RudraError | None = None
     if comm.rank == 0:
         try:
@@ -46,7 +39,6 @@ def found_by_rank0(find: Callable[[], T]) -> T:
             found = error
         places = sys.path
     with abort_on_dead_rank():
-        rest(comm)
         found, places = comm.bcast((found, places))
     if isinstance(found, RudraError):
         raise found
@@ -55,18 +47,16 @@ def found_by_rank0(find: Callable[[], T]) -> T:
     return agreed
 
 
-def facts_of_ranks(comm: MPI.Comm, cluster: ClusterTable) -> list[RankFacts]:
+def facts_of_ranks(comm: MPI.Comm, node: MPI.Comm, cluster: ClusterTable) -> list[RankFacts]:
     """Returns the facts of each rank, such as its host and cores. All ranks call this together.
 
     Args:
         comm: communicator of the ranks that run a job.
+        node: communicator of those on this node.
         cluster: cluster table of the job.
     """
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    place = node.bcast(comm.rank)
-    node.Free()
     mine = RankFacts(
-        place,
+        node.bcast(comm.rank),
         socket.gethostname(),
         cores(),
         found := devices.here(cluster.device),
@@ -74,11 +64,3 @@ def facts_of_ranks(comm: MPI.Comm, cluster: ClusterTable) -> list[RankFacts]:
         threaded=MPI.Query_thread() >= MPI.THREAD_MULTIPLE,
     )
     return [RankFacts(*facts) for facts in comm.allgather(tuple(mine))]
-
-
-def sum_on_node(comm: MPI.Comm, value: int) -> int:
-    """Sums over the ranks of this node. All ranks call this together, so no rank may fail before the call."""
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    total: int = node.allreduce(value)
-    node.Free()
-    return total

@@ -1,7 +1,7 @@
 """One clock for all ranks."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from mpi4py import MPI
 
@@ -12,7 +12,7 @@ ROUND_TRIPS = 16
 
 
 def clock_origin(
-    comm: MPI.Comm, root: int, clock: Callable[[], float] = time.perf_counter, node: MPI.Comm | None = None
+    comm: MPI.Comm, root: int, places: Sequence[int], clock: Callable[[], float] = time.perf_counter
 ) -> float:
     """Returns one common moment as this rank's own clock shows it, so that times since then are comparable between
     ranks.
@@ -23,27 +23,22 @@ def clock_origin(
     Args:
         comm: communicator of all ranks.
         root: rank whose clock counts.
+        places: first rank of the node of every rank.
         clock: function that returns seconds, common to the ranks of a node.
-        node: communicator of the ranks that share a clock, by default the ranks of this node.
 
     Returns:
         Reading of this rank's clock, in seconds, at the common moment.
     """
-    own = comm.Split_type(MPI.COMM_TYPE_SHARED) if node is None else node
-    leaders: list[int] = comm.allgather(own.bcast(comm.rank))
     offset = 0.0  # root's clock - this rank's clock
-    if leaders[comm.rank] == comm.rank or comm.rank == root:
-        for leader in sorted(set(leaders) - {leaders[root]}):
-            if comm.rank == root:
-                for _ in range(ROUND_TRIPS):
-                    comm.recv(None, leader, CLOCK_TAG)
-                    comm.send(clock(), leader, CLOCK_TAG)
-            elif comm.rank == leader:
-                offset = min(_ask_time(comm, root, clock) for _ in range(ROUND_TRIPS))[1]
-    ahead: float = own.bcast(offset)
-    if node is None:
-        own.Free()
-    return float(comm.bcast(clock(), root)) - ahead
+    for leader in sorted({*places} - {places[root]}):
+        if comm.rank == root:
+            for _ in range(ROUND_TRIPS):
+                comm.recv(None, leader, CLOCK_TAG)
+                comm.send(clock(), leader, CLOCK_TAG)
+        elif comm.rank == leader:
+            offset = min(_ask_time(comm, root, clock) for _ in range(ROUND_TRIPS))[1]
+    found: list[tuple[float, float]] = comm.allgather((offset, clock()))
+    return found[root][1] - found[places[comm.rank]][0]
 
 
 def _ask_time(comm: MPI.Comm, root: int, clock: Callable[[], float]) -> tuple[float, float]:

@@ -2,7 +2,7 @@
 
 import secrets
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from mpi4py import MPI
 
@@ -18,6 +18,7 @@ class ControlMessages:
     Args:
         comm: communicator of all ranks.
         roles: ids of the roles of this rank, which receive messages.
+        places: node of every rank.
 
     Attributes:
         doorbell: doorbell that wakes up ranks of this node.
@@ -25,8 +26,9 @@ class ControlMessages:
             most of them wait for an answer, which wakes them up.
     """
 
-    def __init__(self, comm: MPI.Comm, roles: Collection[int]) -> None:
-        self.doorbell = make_doorbell(comm)
+    def __init__(self, comm: MPI.Comm, roles: Collection[int], places: Sequence[int]) -> None:
+        neighbours = [rank for rank, place in enumerate(places) if place == places[comm.rank]]
+        self.doorbell = Doorbell(comm.bcast(secrets.token_hex(8)), comm.rank, neighbours)
         self._comm = comm
         self.delivered: set[int] = set()
         self._to_ring: set[int] = set()
@@ -84,11 +86,3 @@ class ControlMessages:
         for ring in self._rings.values() if not losses.dead else ():
             ring.close(losses)
         self.doorbell.close()
-
-
-def make_doorbell(comm: MPI.Comm) -> Doorbell:
-    """Creates this rank's doorbell. All ranks call this together."""
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    neighbours = node.allgather(comm.rank)
-    node.Free()
-    return Doorbell(comm.bcast(secrets.token_hex(8)), comm.rank, neighbours)

@@ -119,7 +119,7 @@ class Rank:
         halves: whether gradients travel as float16.
         arena: shared memory that holds the executors' buffers and that neighbours read.
         job: job that determines the buckets of gradients.
-        places: node of every rank. By default all are on one node.
+        places: first rank of the node of every rank.
         auto: number of elements of a bucket that the ranks chose, if the job does not determine it.
         pulls: whether MPI and the model let a forward pass begin before all its weights are there.
         library: library that adds in the group of this rank's learners. None: the ranks do.
@@ -151,13 +151,13 @@ class Rank:
         halves: bool = False,
         arena: Arena | None = None,
         job: Job,
-        places: Sequence[int] = (),
+        places: Sequence[int],
         auto: int = 0,
         pulls: bool = False,
         library: Library | None = None,
         whole: Collection[int] = (),
     ) -> None:
-        self._job, self._places, self._auto, self._pulls = job, places or [0] * comm.size, auto, pulls
+        self._job, self._places, self._auto, self._pulls = job, places, auto, pulls
         self._whole = whole
         self.comm, self.plan, self.phases = comm, plan, phases
         self.signalled = Signalled()
@@ -165,8 +165,8 @@ class Rank:
         self._code = 0
         self._roles, self._executors, self._recorder = HostedRoles(machines, make_machine), executors, recorder
         self._regrouping = RankRegrouping(self)
-        self._origin = clock_origin(comm, plan.roles[plan.server].world_rank)
-        self._control = ControlMessages(comm, machines)
+        self._origin = clock_origin(comm, plan.roles[plan.server].world_rank, self._places)
+        self._control = ControlMessages(comm, machines, self._places)
         self._losses = Losses(comm)
         doorbell, arena = self._control.doorbell, arena or Arena()
         self._work = LongWork(partial(doorbell.ring, comm.rank))

@@ -9,8 +9,8 @@ from mpi4py import MPI
 from rudra.errors import EXIT_STOPPED, RudraError
 from rudra.log import log
 from rudra.mpi import failures
-from rudra.mpi.agreement import rest
 from rudra.mpi.failures import abort_on_dead_rank, end_everybody
+from rudra.mpi.quiet import QuietComm
 from rudra.mpi.start import start_mpi
 
 T = TypeVar("T")
@@ -81,8 +81,7 @@ def _followed(world: MPI.Comm) -> _Ended[T]:
 
 def _tell(world: MPI.Comm, what: Any = None) -> Any:
     """Returns on every rank what rank 0 gives. The others wait without keeping the core busy."""
-    rest(world)
-    return world.bcast(what)
+    return QuietComm(world).bcast(what)
 
 
 class _RankLost(Exception):

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
 from mpi4py import MPI
 
 from rudra.compute.device.faults import fault_text
@@ -17,13 +18,11 @@ from rudra.log import log, speak_as
 from rudra.mpi import failures
 from rudra.mpi.failures import SPEAKS_S, end_everybody
 from rudra.mpi.patience import Patience
+from rudra.mpi.quiet import QuietComm, pause
 from rudra.mpi.relay import exit_line
 from rudra.prepare.start import StartDecision
 from rudra.results.writer import remove_if_empty
 from topologies import Plan
-
-SHORTEST_S, LONGEST_S = 1e-3, 5e-3
-"""Interval of polls while a rank waits for others. It grows with the wait, so that waiting costs little of a core."""
 
 
 class JobRanks:
@@ -43,7 +42,7 @@ class JobRanks:
     """
 
     def __init__(
-        self, comm: MPI.Comm, plan: Plan, tolerance: FaultToleranceTable, start: StartDecision, *, launched: bool
+        self, comm: QuietComm, plan: Plan, tolerance: FaultToleranceTable, start: StartDecision, *, launched: bool
     ) -> None:
         self.comm, self.launched = comm, launched
         self._tolerance, self._start = tolerance, start
@@ -72,19 +71,23 @@ class JobRanks:
             line = f"{self.name} failed at start-up: {type(error).__name__}: {error}"
             text = fault_text(error)
             report = (1, f"{line}\n{traceback.format_exc()}" if text is None else f"{self.name}: {text}")
-        self.meet()
-        reports: list[tuple[int, str] | None] = self.comm.allgather(report)
-        first = next((r for r in reports if r is not None), None)
-        if first is None:
+        failed = np.empty(self.comm.size, np.uint8)
+        self._await(self.comm.Iallgather(np.array([report is not None], np.uint8), failed))
+        if not failed.any():
             return None
+        reports: list[tuple[int, str] | None] = self.comm.allgather(report)
+        first = next(r for r in reports if r is not None)
         if reports.index(first) == self.comm.rank:
             log.error(first[1])
         return first[0]
 
     def meet(self) -> None:
         """Waits for all ranks without keeping the core busy, and reports long waits."""
+        self._await(self.comm.Ibarrier())
+
+    def _await(self, request: MPI.Request) -> None:
         try:
-            self.wait(self.comm.Ibarrier().Test, "to get ready")
+            self.wait(request.Test, "to get ready")
         except RunError as error:
             self.end_all(1, str(error))
 
@@ -102,7 +105,7 @@ class JobRanks:
         patience = Patience(tolerance.stall_warning_s, tolerance.stall_limit_s)
         waited = 0.0
         while not over():
-            time.sleep(min(LONGEST_S, max(SHORTEST_S, waited / 8)))
+            pause(waited)
             waited = time.monotonic() - began
             if not (due := patience.due(waited)):
                 continue

@@ -1,7 +1,5 @@
 """The data of a run: loaded once on each node, shared by the node's ranks, and the same on all nodes."""
 
-from mpi4py import MPI
-
 from rudra.data.fingerprint import REPEATABLE, Fingerprint, fingerprints, plain, unrepeatable
 from rudra.data.load import Data, load
 from rudra.errors import DataError
@@ -9,6 +7,7 @@ from rudra.job.job import Job
 from rudra.log import log
 from rudra.mpi.job_ranks import JobRanks
 from rudra.mpi.node_memory import share
+from rudra.mpi.quiet import QuietComm
 from rudra.prepare.begin import SAME_DATA, check_data
 from rudra.prepare.start import StartDecision
 
@@ -29,7 +28,7 @@ class NodeData:
         unrepeatable: reason why samples cannot be drawn again, or empty if they can.
     """
 
-    def __init__(self, ranks: JobRanks, node: MPI.Comm, job: Job, *, train: bool, test: bool) -> None:
+    def __init__(self, ranks: JobRanks, node: QuietComm, job: Job, *, train: bool, test: bool) -> None:
         self.data: Data | None = None
         self.prints: dict[str, Fingerprint] = {}
         self.unrepeatable = ""

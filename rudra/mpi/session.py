@@ -23,11 +23,12 @@ from rudra.job.job import Job
 from rudra.log import log, speak_as
 from rudra.machine import cores, end_with_parent
 from rudra.mpi import failures
-from rudra.mpi.agreement import facts_of_ranks, rest, sum_on_node
+from rudra.mpi.agreement import facts_of_ranks
 from rudra.mpi.driver import Ended, Rank
 from rudra.mpi.failure_reports import Reported, report
 from rudra.mpi.failures import abort_on_dead_rank, end_everybody, outcome, outlive, survivable
 from rudra.mpi.job_ranks import JobRanks
+from rudra.mpi.quiet import QuietComm
 from rudra.mpi.relay import TRAINING_LINE, exit_line
 from rudra.mpi.setup import RankSetup
 from rudra.mpi.signals import GRACE_S, StopSignals, on_stops
@@ -57,7 +58,7 @@ def run_ranks(
     *,
     progress: dict[str, Any],
     launched: bool = False,
-    comm: MPI.Comm | None = None,
+    comm: QuietComm | None = None,
 ) -> tuple[int, Path]:
     """Runs this rank's part of a job until its end.
 
@@ -73,7 +74,7 @@ def run_ranks(
         3 (the run was stopped on request, and can be resumed).
     """
     with abort_on_dead_rank(), on_stops(signal.SIG_DFL, after=signal.SIG_IGN if launched else None):
-        comm = (comm or MPI.COMM_WORLD).Dup()
+        comm = (comm or QuietComm(MPI.COMM_WORLD)).Dup()
         speak_as(rank := comm.rank)
         begin = _decided_by_rank0(comm, partial(_start, job, start, comm.size))
         if isinstance(begin, int):
@@ -97,7 +98,7 @@ def run_all(runs: Sequence[tuple[Job, StartRequest]]) -> int:
     Returns:
         The exit code: 0, or the code of the first run that did not succeed.
     """
-    world = MPI.COMM_WORLD
+    world = QuietComm(MPI.COMM_WORLD)
     for job, start in runs:
         comm = world.Split(0 if world.rank < job.plan().ranks else MPI.UNDEFINED)
         code = 0
@@ -106,7 +107,6 @@ def run_all(runs: Sequence[tuple[Job, StartRequest]]) -> int:
             if failures.outlived:  # no collective call works any more
                 return code
             comm.Free()
-        rest(world)
         if code := int(world.allreduce(code, MPI.MAX)):
             return code
         if world.rank == 0:
@@ -115,7 +115,7 @@ def run_all(runs: Sequence[tuple[Job, StartRequest]]) -> int:
     return 0
 
 
-def _decided_by_rank0(comm: MPI.Comm, decide: Callable[[], T]) -> T | int:
+def _decided_by_rank0(comm: QuietComm, decide: Callable[[], T]) -> T | int:
     """Decides on rank 0 and returns the result on every rank. Returns an exit code if rank 0 fails and reports why."""
     found: T | int = 0
     if comm.rank == 0:
@@ -127,13 +127,13 @@ def _decided_by_rank0(comm: MPI.Comm, decide: Callable[[], T]) -> T | int:
         except BaseException as error:  # the others must not wait for an answer
             found = 1
             log.error(f"rank 0 failed at start-up: {type(error).__name__}: {error}\n{traceback.format_exc()}")
-    rest(comm)
     agreed: T | int = comm.bcast(found)
     return agreed
 
 
-def _run_ranks(written: Job, start: StartDecision, progress: dict[str, Any], comm: MPI.Comm, *, launched: bool) -> int:
-    ranks = facts_of_ranks(comm, written.cluster)
+def _run_ranks(written: Job, start: StartDecision, progress: dict[str, Any], comm: QuietComm, *, launched: bool) -> int:
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    ranks = facts_of_ranks(comm, node, written.cluster)
     decided = _decided_by_rank0(comm, lambda: with_bank_size(written, start.decided, ranks))
     if isinstance(decided, int):
         return decided
@@ -149,7 +149,7 @@ def _run_ranks(written: Job, start: StartDecision, progress: dict[str, Any], com
         text = f"{idle} of {comm.size} ranks have no role: servers and learners cannot use exactly that many"
         log.warning(f"{text}; `rudra topology` shows the roles")
     together = JobRanks(comm, resolved.plan, resolved.job.fault_tolerance, start, launched=launched)
-    setup = RankSetup(together, resolved, start, device, transports, [rank.node for rank in ranks])
+    setup = RankSetup(together, resolved, start, device, transports, node, [rank.node for rank in ranks])
     code = setup.prepare(progress)
     code = _Session(together, setup, start).run() if code is None else code
     if not launched:
@@ -212,7 +212,9 @@ class _Session:
         setup = self._setup
         tolerance, plan = setup.job.fault_tolerance, setup.plan
         computes = not all(plan.traits(i).tests for i in setup.roles)
-        busy = sum_on_node(self._ranks.comm, int(computes))
+        here = setup.places[self._ranks.comm.rank]
+        told = zip(setup.places, self._ranks.comm.allgather(computes), strict=True)
+        busy = sum(place == here and other for place, other in told)
         return Rank(
             self._ranks.comm,
             phase_at(setup.phases, self._start.position).plan,

@@ -42,6 +42,7 @@ from rudra.mpi.job_ranks import JobRanks
 from rudra.mpi.libraries import Library, library_of
 from rudra.mpi.network_test import in_turns, measure, worst
 from rudra.mpi.node_data import NodeData
+from rudra.mpi.quiet import QuietComm
 from rudra.mpi.run_files import RunFiles
 from rudra.mpi.shared_window import share_window
 from rudra.mpi.speed_test import Trial
@@ -68,7 +69,8 @@ class RankSetup:
         start: start of the run.
         device: device for this rank's computations.
         transports: transports of the pairs of ranks that compute on GPUs. None: there are none.
-        places: node of every rank.
+        node: communicator of the ranks of this node.
+        places: first rank of the node of every rank.
 
     Attributes:
         job: current job, settled after the data has been loaded.
@@ -79,7 +81,7 @@ class RankSetup:
         executors: role id -> executor of the role.
         arena: shared memory that holds the executors' buffers and that neighbours read.
         files: files of the run.
-        places: node of every rank.
+        places: first rank of the node of every rank.
         transports: transports of the pairs of ranks that compute on GPUs. None: there are none.
         library: library that adds in the group of this rank's learners. None: the ranks do.
         auto: number of elements of a bucket that the ranks chose. 0: none.
@@ -96,10 +98,11 @@ class RankSetup:
         start: StartDecision,
         device: torch.device,
         transports: Transports | None,
+        node: QuietComm,
         places: Sequence[int],
     ) -> None:
         self.job, self.plan = resolved
-        self.places = places
+        self._node, self.places = node, places
         self.roles = self.plan.on_rank(ranks.comm.rank)
         self.executors: dict[int, Executor] = {}
         self.arena: Arena = Arena()
@@ -189,7 +192,6 @@ class RankSetup:
             keep_freed_memory()
         if self.keeps_results and not learns and not self.job.evaluations_decide:  # training has priority
             os.nice(max(0, NICE - os.nice(0)))  # an earlier run in this process may have done so
-        self._node = self._ranks.comm.Split_type(MPI.COMM_TYPE_SHARED)
         tests = self.keeps_results or (learns and self.job.training.evaluate == "workers")
         self._data = NodeData(self._ranks, self._node, self.job, train=learns, test=tests)
         self._data.load()

@@ -496,10 +496,10 @@ def _counted(
 
 def on_nodes(comm: Any, nodes: list[int]) -> Any:
     """The communicator, as if its ranks were on these nodes."""
-    from mpi4py import MPI
+    from rudra.mpi.quiet import QuietComm
 
-    class OnNodes(MPI.Intracomm):
-        def Split_type(self, *_: Any, **__: Any) -> MPI.Intracomm:
+    class OnNodes(QuietComm):
+        def Split_type(self, *_: Any, **__: Any) -> QuietComm:
             return self.Split(nodes[self.rank])
 
     return OnNodes(comm)
@@ -901,8 +901,34 @@ def clock_origins(comm: Any, directory: Path) -> dict[str, Any]:
     def clock() -> float:
         return time.perf_counter() + 3600.0 * (comm.rank // 2)
 
-    origin = clock_origin(comm, 3, clock, comm.Split(comm.rank // 2))
+    origin = clock_origin(comm, 3, [rank // 2 * 2 for rank in range(comm.size)], clock)
     return {"origin": origin - 3600.0 * (comm.rank // 2)}
+
+
+def quiet_operations(comm: Any, directory: Path) -> dict[str, Any]:
+    """What operations that sleep give on this rank beside those of MPI, and the processor time of a wait for rank 0."""
+    from mpi4py import MPI
+
+    from rudra.mpi.quiet import QuietComm
+
+    def answers(comm: MPI.Comm) -> list[Any]:
+        long = {"rank": comm.rank, "text": "x" * 1000 * comm.rank}
+        gathered = comm.allgather(long), comm.gather(long, 1), comm.allgather(None)
+        told = comm.bcast(long, 1), comm.bcast(None if comm.rank else "", 0)
+        return [*gathered, *told, comm.allreduce(comm.rank + 1), comm.allreduce(comm.rank, MPI.MAX)]
+
+    quiet = QuietComm(comm).Dup()
+    found = {
+        "quiet": answers(quiet),
+        "plain": answers(comm),
+        "split": quiet.Split(quiet.rank % 2).allgather(quiet.rank),
+    }
+    nothing = quiet.Split(MPI.UNDEFINED) == MPI.COMM_NULL
+    if not comm.rank:
+        time.sleep(0.5)
+    began = time.process_time()
+    quiet.bcast("told")
+    return {**found, "nothing": nothing, "waiting_s": time.process_time() - began}
 
 
 class Steep(tasks.Classification):
