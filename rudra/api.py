@@ -107,7 +107,7 @@ def _launched(written: Job, asked: StartRequest, progress: dict[str, Any], *, ve
         check_output(path, start.overwrite or start.checkpoint is not None)
         job, plan = resolve(written, start.decided, cores=cores())
         check(job, plan, begins=start.checkpoint is None)
-        names = [", ".join(plan.roles[i].name for i in plan.on_rank(rank)) for rank in range(plan.ranks)]
+        names = [plan.names_on(rank) for rank in range(plan.ranks)]
         if progress["mode"] != "quiet":  # each rank imports torch: this takes seconds if there are few cores for them
             print(f"{job.name}: starting {plan.ranks} ranks", file=sys.stderr, flush=True)
         restarts = job.fault_tolerance.restarts

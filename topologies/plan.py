@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any, Self
 
 from topologies.kinds import (
@@ -31,6 +31,9 @@ from topologies.kinds import (
     Sharing,
     first_stage_of,
 )
+
+NAMED = 4
+"""Most roles of a kind on a rank that messages name one by one."""
 
 _RENAMED = {  # for topologies of yesterday
     "records": "max_gradients_per_message",
@@ -78,6 +81,13 @@ class Role:
     def kind_traits(self) -> RoleTraits:
         """Traits of all roles of this kind, in any plan."""
         return KINDS[self.kind]
+
+
+def _named(run: Sequence[Role]) -> list[str]:
+    """Names roles of one kind with consecutive numbers."""
+    if len(run) > NAMED:
+        return [f"{run[0].kind}s {run[0].index} to {run[-1].index}"]
+    return [role.name for role in run]
 
 
 @dataclass(frozen=True)
@@ -399,6 +409,12 @@ class Plan:
     def on_rank(self, world_rank: int) -> tuple[int, ...]:
         """Returns the ids of the roles on an MPI rank."""
         return tuple(i for i, role in enumerate(self.roles) if role.world_rank == world_rank)
+
+    def names_on(self, world_rank: int) -> str:
+        """Names the roles on an MPI rank for people: `"learner 0, learner 1"`. Many in a row: `"learners 0 to 7"`."""
+        here = enumerate(self.roles[i] for i in self.on_rank(world_rank))
+        runs = ([role for _, role in run] for _, run in groupby(here, lambda at: (at[1].kind, at[1].index - at[0])))
+        return ", ".join(chain.from_iterable(map(_named, runs)))
 
     def weight_source(self, role: Role) -> int | None:
         """Returns the id of the role that gives a role weights. None: the role is the root, or a server of a tree if

@@ -8,6 +8,7 @@ difference as a workspace, for instance of cuDNN.
 
 import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.job.tables import OptimizerTable
 from rudra.job.transports import slots_of, transports_of
+from rudra.machine import free_memory
 from rudra.memory import bytes_text
 from topologies import Plan
 
@@ -315,7 +317,7 @@ def check_memory(
     Raises:
         ConfigError: They do not fit. The text has the most learners of a bank that fit, or the largest μ.
     """
-    free = kind.free_bytes(device)
+    free = free_for_learners(job, plan, kind, device)
     for where, batch, its, its_plan in _batches(job, plan, training_samples):
         samples = at_once(its, its_plan)
         needed = found.total(samples(batch))
@@ -337,10 +339,24 @@ def check_memory(
         raise ConfigError(f"{text}, and {least}; use a smaller model, or a smaller training.evaluation_batch_size")
 
 
+def free_for_learners(job: Job, plan: Plan, kind: DeviceKind, device: torch.device) -> int | None:
+    """Returns the bytes that the learners of a rank may use. None: no limit is known, or nobody looks at it.
+
+    The memory of a device counts. On CPUs only banks are looked at: those of a node share the free main memory.
+    """
+    free = kind.free_bytes(device)
+    if free is not None or job.cluster.learners_per_device is None:
+        return free
+    node_of = {plan.roles[learner].world_rank: plan.roles[learner].node for learner in plan.learners}
+    return free_memory() // max(Counter(node_of.values()).values())
+
+
 def check_device_memory(job: Job, plan: Plan, data: Data, device: torch.device) -> None:
-    """Checks as `check_memory` does, if a limit of the device's memory is known and the memory can be predicted."""
+    """Checks as `check_memory` does, if a limit of the learners' memory is known and the memory can be predicted."""
     kind = kind_of(device)
-    if kind.free_bytes(device) is not None and (found := planned(job, plan, data, device)) is not None:
+    if free_for_learners(job, plan, kind, device) is None:
+        return
+    if (found := planned(job, plan, data, device)) is not None:
         check_memory(job, plan, found, kind, device, data.info.training_samples)
 
 

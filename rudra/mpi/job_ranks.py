@@ -46,7 +46,7 @@ class JobRanks:
     ) -> None:
         self.comm, self.launched = comm, launched
         self._tolerance, self._start = tolerance, start
-        self._roles = [", ".join(plan.roles[i].name for i in plan.on_rank(rank)) for rank in range(comm.size)]
+        self._roles = [plan.names_on(rank) for rank in range(comm.size)]
         self.name = self._title(comm.rank)
         failures.roles = self._roles
         speak_as(comm.rank, self._roles[comm.rank])

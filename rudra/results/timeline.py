@@ -167,7 +167,7 @@ def _moments(began_s: Times, *spans_s: Times) -> list[list[int]]:
 def _names(plan: Plan, streams: Mapping[int, str]) -> Iterator[TraceEvent]:
     for rank in sorted({role.world_rank for role in plan.roles}):
         here = plan.on_rank(rank)
-        name = f"rank {rank}: " + ", ".join(plan.roles[id_].name for id_ in here)
+        name = f"rank {rank}: {plan.names_on(rank)}"
         yield {"ph": "M", "name": "process_name", "pid": rank, "tid": here[0], "args": {"name": name}}
         yield {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": here[0], "args": {"sort_index": rank}}
         for id_ in here:

@@ -111,7 +111,7 @@ class Launches(Ranks):
     def train(self, job: Job, asked: StartRequest) -> LaunchOutcome:
         start = decide(job, asked)
         resolved, plan = resolve(job, start.decided, cores=cores())
-        names = [", ".join(plan.roles[i].name for i in plan.on_rank(rank)) for rank in range(plan.ranks)]
+        names = [plan.names_on(rank) for rank in range(plan.ranks)]
         payload = partial(_launched, resolved, start)
         return launch(resolved, start.output, roles=names, payload=payload, survivable=True)
 

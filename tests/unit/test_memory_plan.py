@@ -2,7 +2,8 @@
 
 import re
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from rudra.data.load import load
 from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.memory import bytes_text
+from topologies import Plan, Role
 
 IMAGES = TensorDataset(torch.rand(300, 3, 32, 32), torch.arange(300) % 10)
 TEXTS = TensorDataset(torch.arange(300 * 20).view(300, 20) % 65, torch.arange(300 * 20).view(300, 20) % 65)
@@ -141,6 +143,23 @@ def test_a_bank_that_does_not_fit_is_refused_with_the_largest_that_does(monkeypa
     fits = max(mu for mu in range(1, 64) if both.total(mu) <= (free or 0))
     with pytest.raises(ConfigError, match=rf"^\[training\] minibatch_size = 64 .*; use 1 to {fits}, or more"):
         check_device_memory(*of_job(bank_of(2, "graphs")), CPU)
+
+
+def test_banks_on_cpus_share_the_free_memory_of_their_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    enough = plan_of(bank_of(3, "loop")).total(64)
+    monkeypatch.setattr(memory_plan, "free_memory", lambda: 2 * enough)
+    check_device_memory(*of_job(bank_of(3, "loop")), CPU)
+    two = bank_of(3, "loop", cluster={"learners": 6, "learners_per_device": 3})
+    check_device_memory(*of_job(two), CPU)
+    with pytest.raises(ConfigError, match=r"^\[cluster\] learners_per_device = 4: .* on their CPU, .*; use 1 to 3, or"):
+        check_device_memory(*of_job(two.with_(cluster={"learners": 8, "learners_per_device": 4})), CPU)
+    job, plan, data = of_job(two.with_(cluster={"learners": 8, "learners_per_device": 4}))
+    check_device_memory(job, replace(plan, roles=tuple(apart(plan))), data, CPU)
+
+
+def apart(plan: Plan) -> Iterator[Role]:
+    """The roles of a plan, each rank on a node of its own."""
+    return (replace(role, node=role.world_rank) for role in plan.roles)
 
 
 def of_job(job: Job) -> tuple[Job, Any, Any]:

@@ -658,3 +658,22 @@ def test_old_names_of_a_plan_are_answered_with_the_new_ones() -> None:
         Plan(roles).numbers  # noqa: B018
     assert not hasattr(Plan(roles), "nothing")
     assert pickle.loads(pickle.dumps(Plan(roles))) == Plan(roles)
+
+
+@pytest.mark.parametrize(
+    ("learners", "names"),
+    [
+        ([0], "learner 0"),
+        ([0, 1, 2, 3], "learner 0, learner 1, learner 2, learner 3"),
+        ([0, 1, 2, 3, 4], "learners 0 to 4"),
+        ([7, 1, 2, 3, 4, 5, 9], "learner 7, learners 1 to 5, learner 9"),
+    ],
+)
+def test_a_rank_is_named_in_a_few_words(learners: Sequence[int], names: str) -> None:
+    roles = [Role(PARAMETER_SERVER, 0, 0), *(Role(LEARNER, learner, 1) for learner in learners)]
+    plan = Plan(tuple(roles))
+    assert plan.names_on(1) == names
+    assert plan.names_on(0) == "parameter server"
+    assert replace(plan, roles=tuple(replace(role, world_rank=0) for role in roles)).names_on(0) == (
+        f"parameter server, {names}"
+    )
