@@ -14,7 +14,7 @@ from rudra.bench.ranks import on_ranks, train
 from rudra.benchmark_report import Goal, Report, spread
 from rudra.compute.bank.bursts import BankBursts
 from rudra.compute.bank.recorded import Made
-from rudra.core.bursts import MOST_UPDATES, Burst, BurstMade
+from rudra.core.bursts import MOST_ROUNDS, Burst, BurstMade
 from rudra.job.job import Job
 from rudra.probe import wrapped
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 SIZES = (1, 8, 32)
-UPDATES = {1: 5_000, MOST_UPDATES: 20_000}
+UPDATES = {1: 5_000, MOST_ROUNDS: 20_000}
 """Number of updates in a burst, K -> number of updates of a run."""
 
 ROWS_GOAL = 200_000
@@ -33,7 +33,7 @@ def run(*, quick: bool) -> Report:
 
     All roles are on this rank. Each update has a row for itself, and three for each learner.
     """
-    updates = {1: 200, MOST_UPDATES: 640} if quick else UPDATES
+    updates = {1: 200, MOST_ROUNDS: 640} if quick else UPDATES
     found = on_ranks(measure, updates=[*updates.items()], sizes=SIZES[:1] if quick else SIZES, rounds=1 if quick else 5)
     report = Report(["learners m", "updates in a burst K", "µs per update", "µs per update and learner", "rows/s"])
     for m, count, taken in found[0]["figures"]:
@@ -75,7 +75,7 @@ def update_s(path: Path, learners: int, count: int, updates: int) -> float:
     def instead(begin: Callable[..., Made]) -> Callable[..., Made]:
         def nothing(making: BankBursts, burst: Burst) -> Made:
             marks.append((time.process_time(), burst.timestamp))
-            return Made(burst.updates, _nothing(burst, 1.0 if count == 1 else 0.0))
+            return Made(burst.rounds, burst.averages, _nothing(burst, 1.0 if count == 1 else 0.0))
 
         return nothing
 
@@ -95,7 +95,7 @@ def update_s(path: Path, learners: int, count: int, updates: int) -> float:
 
 def _nothing(burst: Burst, seconds: float) -> Iterator[BurstMade]:
     """Yields the results of a burst that computes nothing and says that it took so long, which limits the next ones."""
-    losses, distances, digests = _figures(burst.updates, burst.period, len(burst.learners))
+    losses, distances, digests = _figures(burst.rounds, burst.period, len(burst.learners))
     yield BurstMade(burst, losses, losses, distances, digests, seconds, 0.0, 0.0)
 
 

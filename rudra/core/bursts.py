@@ -1,4 +1,4 @@
-"""Bursts of updates: what the records of a bank ask of its device, and what it answers (`rudra.roles.bursts`)."""
+"""Bursts: what the records of a bank ask of its device, and what it answers (`rudra.roles.bursts`)."""
 
 import numpy as np
 import numpy.typing as npt
@@ -7,27 +7,30 @@ from msgspec import Struct
 from rudra.core.actions import StepReplica
 from rudra.core.work import Work
 
-MOST_UPDATES = 64
-"""Most updates of a burst."""
+MOST_ROUNDS = 64
+"""Most rounds of a burst."""
 
 
 class Burst(Struct, frozen=True, gc=False):
-    """Several updates of averaged replicas, without asking their learners in between. `BurstMade` has the results.
+    """Several rounds of averaged replicas, without asking their learners in between. `BurstMade` has the results.
 
-    All learners of the run take part, and their rank does what they would ask for. It may end early.
+    Each round is an update: τ mini-batches of each learner, an average over all learners of the run, and a step of the
+    weights. Or each round is a local step: one mini-batch of each learner of a rank, and no average.
+
+    All learners of the rank take part, and their rank does what they would ask for. The burst may end early.
 
     Attributes:
-        updates: Largest number of updates, K.
+        rounds: Largest number of rounds, K.
         learners: Step and samples of the next mini-batch of each learner, by learner.
-        timestamp: Timestamp of the weights before these updates.
-        rates: Learning rate of each step of the replicas, K times the period.
-        weight_rates: Learning rate of each update of the weights, K.
+        timestamp: Timestamp of the weights before these rounds.
+        rates: Learning rate of each step of the replicas, K·τ.
+        weight_rates: Learning rate of each update of the weights, K. Empty: the rounds are local steps.
         step: Last step of a period, at any learning rate.
         elasticity: Fraction of the distance by which replicas move towards the weights after each update. None: they
             do not.
     """
 
-    updates: int
+    rounds: int
     learners: tuple[tuple[int, Work], ...]
     timestamp: int
     rates: tuple[float, ...]
@@ -37,19 +40,24 @@ class Burst(Struct, frozen=True, gc=False):
 
     @property
     def period(self) -> int:
-        """Number of mini-batches of each learner between two updates, τ."""
-        return len(self.rates) // self.updates
+        """Number of mini-batches of each learner in a round, τ."""
+        return len(self.rates) // self.rounds
+
+    @property
+    def averages(self) -> bool:
+        """Whether each round ends with an average."""
+        return bool(self.weight_rates)
 
 
 class BurstMade(Struct, frozen=True, gc=False):
-    """Results of a burst: k updates of m replicas with τ mini-batches each.
+    """Results of a burst: k rounds of m replicas with τ mini-batches each. k' is k, or 0 without averages.
 
     Attributes:
         burst: The burst.
         losses: (k, τ, m) float64, mean loss of each mini-batch.
         errors: (k, τ, m) float64, wrong samples of each mini-batch.
-        distances: (k, m) float64, distance of each replica from the weights.
-        digests: (k,) uint64, digest of a sample of the weights after each update.
+        distances: (k', m) float64, distance of each replica from the weights.
+        digests: (k',) uint64, digest of a sample of the weights after each update.
         gradient_s, step_s, average_s: Seconds of all gradients, of the steps of replicas, and of averages and updates.
     """
 
@@ -62,10 +70,15 @@ class BurstMade(Struct, frozen=True, gc=False):
     step_s: float
     average_s: float
 
-    def first(self, updates: int) -> "BurstMade":
-        """Returns the first updates."""
-        if updates == len(self.losses):
+    @property
+    def seconds(self) -> float:
+        """Seconds of the whole burst."""
+        return self.gradient_s + self.step_s + self.average_s
+
+    def first(self, rounds: int) -> "BurstMade":
+        """Returns the first rounds."""
+        if rounds == len(self.losses):
             return self
-        some = slice(updates)
+        some = slice(rounds)
         figures = self.losses[some], self.errors[some], self.distances[some], self.digests[some]
         return BurstMade(self.burst, *figures, self.gradient_s, self.step_s, self.average_s)

@@ -1,8 +1,8 @@
-"""Bursts of updates on a rank that hosts all learners of the run (`rudra.roles.bursts`, `rudra.compute.bank.bursts`).
+"""Bursts of a rank: updates if it hosts all learners of the run, otherwise local steps (`rudra.roles.bursts`).
 
-The learners ask for their mini-batches as usual. The rank holds these requests back until all learners have made one.
-Then it makes a burst of updates, as long as no learner gets an event. An event for a learner ends the burst
-after the update under way, and wakes all of them up.
+The learners ask for their mini-batches as usual. The rank holds these requests back until all its learners have made
+one. Then it makes a burst (`rudra.compute.bank.bursts`), as long as no learner gets an event. An event for a learner
+ends the burst after the round under way, and wakes all of them up.
 """
 
 from collections import deque
@@ -14,7 +14,7 @@ from rudra.compute.device.streams import Pending
 from rudra.compute.executor import Executor
 from rudra.compute.replicas import AveragerExecutor
 from rudra.core.actions import Action, Compute
-from rudra.core.bursts import MOST_UPDATES, BurstMade
+from rudra.core.bursts import BurstMade
 from rudra.core.events import Event
 from rudra.job.job import Job
 from rudra.roles import Machine
@@ -30,7 +30,8 @@ class Bursts:
     """Bursts of a rank.
 
     Args:
-        learners: Roles that take part in the run, all on this rank, in learner order.
+        learners: Roles of this rank that take part in the run, in learner order.
+        alone: Whether these are all learners of the run.
         machines: Current state machine of each role.
         making: Maker of the bursts.
         do: Does an action of a role.
@@ -43,6 +44,7 @@ class Bursts:
     def __init__(
         self,
         learners: Iterable[int],
+        alone: bool,
         machines: Mapping[int, Machine],
         making: BankBursts,
         do: Callable[[int, Action], None],
@@ -51,20 +53,22 @@ class Bursts:
         events: deque[tuple[int, Event]],
         clock: Callable[[], float],
     ) -> None:
-        self._learners, self._machines, self._making = tuple(learners), machines, making
+        self._learners, self._alone, self._machines, self._making = tuple(learners), alone, machines, making
         self._do, self._compute, self._begin = do, compute, begin
         self._events, self._clock = events, clock
         self._held: dict[int, Compute] = {}
         self._records: BankRecords | None = None  # while the learners sleep
         self._under_way: deque[Made] = deque()
         self._postponed: list[tuple[int, Event]] = []
-        self._most = 1
-        self._asks = False  # whether the learners must make the next update by themselves
+        self._most = 1  # mini-batches of each learner in the next burst
+        self._asks = False  # whether the learners must compute the next mini-batch by themselves
 
     def holds(self, role: int, action: Action) -> bool:
-        """Returns whether a learner's request is held back, as the first one after an average."""
+        """Returns whether a learner's request is held back, because a burst may begin with it."""
         machine = self._machines.get(role)
-        if not isinstance(action, Compute) or not isinstance(machine, Averager) or machine.inside_period:
+        if not isinstance(action, Compute) or not isinstance(machine, Averager):
+            return False
+        if not machine.local_steps and (machine.made.count or not self._alone):
             return False
         self._held[role] = action
         return True
@@ -77,11 +81,11 @@ class Bursts:
             if len(self._held) < len(self._learners):
                 return False
             learners = [self._machines[role] for role in self._learners]
-            sleepy = [each for each in learners if isinstance(each, Averager) and each.may_sleep]
+            waiting = [each for each in learners if isinstance(each, Averager) and each.is_computing]
             asks, self._asks = self._asks, False
-            if asks or len(sleepy) < len(learners):
+            if asks or len(waiting) < len(learners) or len({each.place for each in waiting}) > 1:
                 return self.release()
-            self._records = BankRecords(sleepy)
+            self._records = BankRecords(waiting, alone=self._alone)
         if self._go():
             self._held.clear()
             return True
@@ -93,7 +97,9 @@ class Bursts:
     def _go(self) -> bool:
         """Begins the next burst. Returns whether there is one."""
         assert self._records is not None
-        burst = self._records.burst(self._most, self._clock(), sum(made.updates for made in self._under_way))
+        begun = sum(made.rounds for made in self._under_way)
+        averages = any(made.averages for made in self._under_way)
+        burst = self._records.burst(self._most, self._clock(), begun, begun_averages=averages)
         if burst is None:
             return False
         self._under_way.append(made := self._making.begin(burst))
@@ -107,11 +113,11 @@ class Bursts:
         for role, actions in self._records.enter(event, self._clock()):
             for action in actions:
                 self._do(role, action)
-        seconds = event.gradient_s + event.step_s + event.average_s
-        self._most = max(1, min(MOST_UPDATES, 2 * self._most, int(LONGEST_S * len(event.losses) / max(seconds, 1e-6))))
+        steps = len(event.losses) * event.burst.period
+        self._most = max(1, min(2 * max(self._most, steps), int(LONGEST_S * steps / max(event.seconds, 1e-6))))
         if self._under_way:
             return
-        self._asks = not len(event.losses)
+        self._asks = not steps
         if self._postponed or self._asks:
             self._wake_up()
         elif not self._events:
@@ -135,6 +141,11 @@ class Bursts:
             self._compute(role, action)
         return bool(held)
 
+    def abandon(self) -> None:
+        """Tells sleeping learners what has been recorded, before all roles regroup."""
+        if self._records is not None:
+            self._records.wake_up()
+
     def _wake_up(self) -> bool:
         """Lets the learners continue after the last update, beginning with the events that waited for them."""
         records, self._records = self._records, None
@@ -150,17 +161,17 @@ class Bursts:
 
 
 def makes_bursts(job: Job, plan: Plan, executors: Mapping[int, Executor]) -> bool:
-    """Returns whether the learners of a rank may be asked once for several updates.
+    """Returns whether the learners of a rank may be asked once for several mini-batches.
 
-    All learners of the run must be here, each with a replica of its own, and nothing may watch single steps.
+    Each learner must have a replica of its own, no parameter server takes part, and nothing may watch single steps.
 
     Args:
         job: Resolved job.
         plan: Role assignment.
         executors: Executor of each role of this rank.
     """
-    alone = plan.averaging and plan.sharing == "nothing" and not plan.served and job.training.evaluate != "workers"
-    if not alone or not executors.keys() >= {*plan.learners}:
+    replicas = plan.averaging and plan.sharing == "nothing" and not plan.served and job.training.evaluate != "workers"
+    here = [executors[role] for role in plan.learners if role in executors]
+    if not replicas or not here:
         return False
-    learners = [executors[role] for role in plan.learners]
-    return all(type(each) is AveragerExecutor and each.steps_unwatched for each in learners)
+    return all(type(each) is AveragerExecutor and each.steps_unwatched for each in here)

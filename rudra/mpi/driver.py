@@ -462,9 +462,11 @@ class Rank:
         plan, executors = self.plan, self._executors
         if not makes_bursts(self._job, plan, executors):
             return None
-        learners = [each for role in plan.learners if isinstance(each := executors[role], AveragerExecutor)]
+        roles = [role for role in plan.learners if role in executors]
+        learners = [each for role in roles if isinstance(each := executors[role], AveragerExecutor)]
         return Bursts(
-            plan.learners,
+            roles,
+            len(roles) == len(plan.learners),
             self._roles.machines,
             bursts_of(self._job, plan, learners),
             self._do,
@@ -483,6 +485,8 @@ class Rank:
         roles = self._roles.running - {plan.statistics}
         self._traffic.abandon(plan, roles)
         self._reductions.abandon()
+        if self._bursts is not None:
+            self._bursts.abandon()
         self._bursts = None
         self._work.drop(roles)
         self._roles.abandon(plan, position)

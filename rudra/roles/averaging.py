@@ -35,12 +35,12 @@ from rudra.core.buffer_names import DIFFERENCE, GRADIENT, REPLICA, WEIGHTS
 from rudra.core.events import Computed, Reduced, ReplicaStepped, Started, Updated
 from rudra.core.messages import GroupFlags, MessageKind
 from rudra.core.records import Gradient
-from rudra.core.schedule import Schedule
 from rudra.core.training_state import TrainingState
 from rudra.core.work import portion
 from rudra.roles.correcting import correct
 from rudra.roles.learner import THROUGH_STAGE
 from rudra.roles.machine import Setup, States, Transition, self_loops
+from rudra.roles.periods import AveragingPeriods, MadeMinibatches
 from rudra.roles.replica import ALWAYS, AVERAGING, ENDING, Replica, ReplicaState
 from rudra.roles.sharing import sharing_of
 from topologies import Plan
@@ -49,81 +49,6 @@ COMPUTING, STEPPING, HOLDING = ReplicaState.COMPUTING, ReplicaState.STEPPING, Re
 POOLING = ReplicaState.POOLING
 REDUCING, STOPPED, REGROUPING = ReplicaState.REDUCING, ReplicaState.STOPPED, ReplicaState.REGROUPING
 _NOT_HERE = {ReplicaState.WAITING, ReplicaState.UPDATING, MessageKind.STEPPED, *THROUGH_STAGE}
-
-
-class AveragingPeriods:
-    """Mini-batches of a replica, counted in periods. Each period ends with an average.
-
-    Args:
-        rule: averaging rule.
-        together: number of samples in one mini-batch of all learners together.
-        training_samples: number of samples in an epoch.
-        number: number of averages begun.
-        samples: number of samples of all learners in these averages.
-
-    Attributes:
-        number: number of averages begun.
-        made: mini-batches of this period.
-    """
-
-    def __init__(self, rule: Averaging, together: int, training_samples: int, number: int, samples: int) -> None:
-        self._length, self._together, self._training_samples = rule.period, together, training_samples
-        self.number, self._samples = number, samples
-        self.made: list[Gradient] = []
-
-    @property
-    def is_complete(self) -> bool:
-        return len(self.made) == self._length
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the next mini-batch ends the period."""
-        return len(self.made) + 1 == self._length
-
-    def rate(self, schedule: Schedule, made: int) -> float:
-        """Returns the learning rate of the replica's step by the last of `made` mini-batches of this period."""
-        samples, of_epoch = self._samples, self._training_samples
-        progress = (samples + self._together * made) / of_epoch
-        return schedule.rate(samples // of_epoch, progress, self.number)
-
-    @property
-    def epoch(self) -> int:
-        """Number of epochs that are complete with the averages begun."""
-        return self._samples // self._training_samples
-
-    def end(self) -> Gradient:
-        """Ends the period and returns its mini-batches as one gradient."""
-        self._samples += self._together * self._length
-        gradient, self.made = joined(self.made, self.number), []
-        self.number += 1
-        return gradient
-
-    @property
-    def left_of_epoch(self) -> int:
-        """Number of whole periods before the one that ends the present epoch."""
-        left = (self.epoch + 1) * self._training_samples - self._samples
-        return (left - 1) // (self._together * self._length)
-
-    def skip(self, periods: int) -> None:
-        """Ends periods whose mini-batches were made elsewhere."""
-        self._samples += periods * self._together * self._length
-        self.number += periods
-
-    def rates(self, schedule: Schedule, periods: int, after: int) -> list[float]:
-        """Returns the learning rate of each step in some periods of this epoch, after the next periods."""
-        samples, of_epoch, length, together = self._samples, self._training_samples, self._length, self._together
-        epoch, places = samples // of_epoch, range(after * length + 1, (after + periods) * length + 1)
-        progress = (samples + together * places[0]) / of_epoch
-        if schedule.is_flat(progress):
-            return [schedule.rate(epoch, progress, self.number + after)] * len(places)
-        return [
-            schedule.rate(epoch, (samples + together * made) / of_epoch, self.number + (made - 1) // length)
-            for made in places
-        ]
-
-    def epoch_after(self, samples: int, periods: int) -> int:
-        """Returns the number of complete epochs when `periods` more periods follow `samples` samples."""
-        return (samples + periods * self._together * self._length) // self._training_samples
 
 
 class Averager(Replica):
@@ -186,7 +111,7 @@ class Averager(Replica):
     def validate(self) -> None:
         self.ledger.validate()
         assert self.ledger.timestamp <= self._periods.number <= self.ledger.timestamp + 1
-        assert len(self._periods.made) <= self.rule.period
+        assert self._periods.made.count <= self.rule.period
 
     def _start(self, event: Started, now: float) -> list[Action]:
         restart = self._sharing.restart(keeps_momentum=False) if self._restarting else []
@@ -202,8 +127,8 @@ class Averager(Replica):
         corrected = self.ledger.rules.job.protocol.correction is not None
         if corrected or self.rule.early or self._sharing.pools or not self._periods.is_last:
             return [compute]
-        rate = self._periods.rate(self.ledger.rules.schedule, len(made) + 1)
-        samples = sum(gradient.samples for gradient in made) + compute.work.count
+        rate = self._periods.rate(self.ledger.rules.schedule, made.count + 1)
+        samples = made.samples + compute.work.count
         return [structs.replace(compute, then=self._sharing.step(rate, ends_period=True), averaged=samples)]
 
     def _step(self, event: Computed, now: float) -> list[Action]:
@@ -212,7 +137,7 @@ class Averager(Replica):
         if fails:
             return actions
         gradient = self.log.describe(event, self._periods.number)
-        self._periods.made.append(gradient)
+        self._periods.made.add(gradient)
         if self._sharing.pools:
             self.state = POOLING
             return [self._sharing.pool(gradient), *actions]
@@ -232,10 +157,10 @@ class Averager(Replica):
     def _step_replica(self, now: float) -> list[Action]:
         self.state = STEPPING
         self._held_s = now - self._ready_at
-        gradients = self._pooled if self._sharing.pools else (self._periods.made[-1],)
+        gradients = self._pooled if self._sharing.pools else (self._periods.made.last,)
         about = gradients, REPLICA, REPLICA, gradients[0].timestamp
         corrects = correct(self.ledger.rules.job, self.plan, GRADIENT, *about)
-        return [*corrects, self._step_at(self._periods.rate(self.ledger.rules.schedule, len(self._periods.made)))]
+        return [*corrects, self._step_at(self._periods.rate(self.ledger.rules.schedule, self._periods.made.count))]
 
     def _step_at(self, rate: float) -> StepReplica:
         return self._sharing.step(rate, ends_period=self._periods.is_complete)
@@ -243,7 +168,7 @@ class Averager(Replica):
     def _stepped(self, event: ReplicaStepped, now: float) -> list[Action]:
         self._stepped_at, self._step_s = now, event.seconds
         ends = self._periods.is_complete
-        reduce = self._sharing.correct(self._periods.made[-1], ends_period=ends)
+        reduce = self._sharing.correct(self._periods.made.last, ends_period=ends)
         if ends:
             self._end_period()
             reduce = reduce or self._bring(event.distance, now)
@@ -375,21 +300,36 @@ class Averager(Replica):
         self._restarting = not self._replicas_stay(position)
         return super()._regroup(position, now)
 
-    # Bursts of updates (`rudra.roles.bursts`).
+    # Bursts (`rudra.roles.bursts`).
 
     @property
-    def inside_period(self) -> bool:
-        """Whether some mini-batches of the present period are computed."""
-        return bool(self._periods.made)
+    def place(self) -> tuple[int, int]:
+        """Number of averages begun, and of mini-batches of this replica since the last one."""
+        return self._periods.number, self._periods.made.count
+
+    @property
+    def made(self) -> MadeMinibatches:
+        """Mini-batches of the present period."""
+        return self._periods.made
+
+    @property
+    def local_steps(self) -> int:
+        """Number of mini-batches before the one that ends the period. No other role waits for them."""
+        return self._periods.local_steps
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether the learner waits only for its mini-batch."""
+        return self.state is COMPUTING
 
     @property
     def may_sleep(self) -> bool:
         """Whether nothing is under way, and nothing but the next mini-batch is due."""
         ledger = self.ledger
-        done = not (self._under_way or self._quiet_next or self.inside_period)
+        done = not (self._under_way or self._quiet_next or self.made.count)
         told = self._lr_drops_requested > len(ledger.rules.lr_drops) or self._decisions.new or ledger.stopped
         ends = self._target_reached and ledger.epochs > ledger.epoch + 1
-        return self.state is COMPUTING and done and not (told or ends or self.duties.cycle.saving)
+        return self.is_computing and done and not (told or ends or self.duties.cycle.saving)
 
     def quiet_updates(self, most: int, now: float, after: int) -> int:
         """Returns how many updates end no epoch and have no checkpoint or change.
@@ -408,9 +348,9 @@ class Averager(Replica):
         due = (each for each in looks if cycle.wanted(first + each, ledger.epoch, now))
         return max(0, next(due, count))
 
-    def rates_ahead(self, updates: int, after: int) -> list[float]:
-        """Returns the learning rate of each step of the replicas for some updates, after the next updates."""
-        return self._periods.rates(self.ledger.rules.schedule, updates, after)
+    def rates_ahead(self, steps: int, after: int) -> list[float]:
+        """Returns the learning rate of some steps of the replica, after the next steps."""
+        return self._periods.rates(self.ledger.rules.schedule, steps, after)
 
     @property
     def step_ahead(self) -> StepReplica:
@@ -429,21 +369,5 @@ class Averager(Replica):
             self.enter_burst(updates, leader._digest)
 
     def begin_minibatch(self, now: float) -> list[Action]:
-        """Begins the next mini-batch after updates that were made without this learner."""
+        """Begins the next mini-batch after others that were made without this learner."""
         return self._next(now)
-
-
-def joined(made: list[Gradient], timestamp: int) -> Gradient:
-    """Joins a replica's mini-batches of a period into one gradient: step of the last one, samples of all.
-
-    `first` is the first sample of the first mini-batch. With shares, samples of other learners are in between.
-
-    Args:
-        made: one gradient for each mini-batch.
-        timestamp: timestamp of the weights that corrected the replica last.
-    """
-    last, samples = made[-1], sum(g.samples for g in made)
-    loss = sum(g.loss * g.samples for g in made) / samples
-    errors = sum(g.errors for g in made)
-    about = (made[0].first, timestamp, -1, 1.0, loss, errors, last.stream)
-    return Gradient(-1, last.learner, samples, last.step, *about)

@@ -1,9 +1,14 @@
-"""Records of a bank whose learners make several updates at once, without being asked in between.
+"""Records of a bank whose learners make several mini-batches at once, without being asked in between.
 
 Usually a learner is asked after its gradient, its step and each average. A small device computes all of them in less
-time. So if all learners of the run are on one rank, and only further updates are due, the rank makes a *burst* of
-updates. One object then keeps the records of all learners, in columns, and the learners sleep. They are woken up for
-everything else: an update that ends an epoch, makes a checkpoint or changes the job, a message, a stop.
+time. So a rank makes a *burst* of rounds while nothing else is due. One object then keeps the records of its learners,
+in columns, and the learners sleep. They are woken up for everything else: a message, a stop, or work that is not in the
+burst. There are two kinds of rounds (`rudra.core.bursts.Burst`):
+
+* Updates, if all learners of the run are on one rank. Learners make an update by themselves if it ends an epoch, makes
+  a checkpoint or changes the job.
+* Local steps, if the averaging period τ is longer than one mini-batch. No other rank waits for them. Learners compute
+  the last mini-batch of a period by themselves, and the average follows as usual.
 
 A burst gives bitwise the same weights, and the same rows, as learners that are asked.
 """
@@ -16,7 +21,7 @@ import numpy.typing as npt
 
 from rudra.core import records
 from rudra.core.actions import Action
-from rudra.core.bursts import MOST_UPDATES, Burst, BurstMade
+from rudra.core.bursts import MOST_ROUNDS, Burst, BurstMade
 from rudra.core.messages import MessageKind
 from rudra.roles.averaging import Averager
 
@@ -25,65 +30,90 @@ Integers = npt.NDArray[np.int64]
 
 
 class BankRecords:
-    """Records of all learners of the run, begun when each of them waits for its next mini-batch.
+    """Records of all learners of a rank, begun when each of them waits for the same mini-batch.
 
     Args:
         learners: The learners that take part, in learner order. The first one reports, and decides for all.
+        alone: Whether these are all learners of the run.
     """
 
-    def __init__(self, learners: Sequence[Averager]) -> None:
+    def __init__(self, learners: Sequence[Averager], *, alone: bool) -> None:
         self._learners, self._leader = learners, learners[0]
-        self._rule = rule = self._leader.rule
+        self._updating = alone and all(learner.may_sleep for learner in learners)
+        self._rule = self._leader.rule
         self._next = [learner.log.upcoming for learner in learners]  # the mini-batch that each computes next
         self._spent = [0.0, 0.0, 0.0]  # seconds of gradients, waits and steps
-        self._made = 0  # updates that the learners do not know of
+        self._made = self._computed = 0  # updates, and mini-batches of each learner, that the learners do not know of
         self._rates: deque[list[float]] = deque()  # of the updates of each burst under way, for the records
         works = [work for _, work in self._next]
         self._steps = np.array([step for step, _ in self._next])
         self._firsts, self._strides = np.array([(work.first, work.stride) for work in works]).T
         self._samples = np.array([work.count for work in works])
+        self._numbers = [learner.log.learner for learner in learners]
         self._reports_minibatches = self._leader.ledger.rules.job.results.minibatches
         # Tables with room for the longest burst. They already hold the numbers that never change.
-        numbers, m = [learner.log.learner for learner in learners], len(learners)
-        self._gradients = np.zeros((MOST_UPDATES, m), records.GRADIENT)
-        self._gradients["learner"], self._gradients["scale"] = numbers, 1.0
-        self._gradients["samples"] = self._samples * rule.period
-        self._gradients["stream"] = [work.stream for work in works]
-        self._averages = np.zeros((MOST_UPDATES, m), records.AVERAGE)
-        self._averages["learner"] = numbers
-        self._minibatches = np.zeros((MOST_UPDATES, rule.period, m), records.MINIBATCH)
-        self._minibatches["learner"], self._minibatches["samples"] = numbers, self._samples
-        self._updates = np.zeros(MOST_UPDATES, records.UPDATE)
-        self._updates["gradients"], self._updates["samples"] = m, self._samples.sum() * rule.period
-        self._place = np.arange(max(MOST_UPDATES, rule.period))
+        longest = MOST_ROUNDS * (self._rule.period if self._updating else 1)
+        self._minibatches = np.zeros((longest, len(learners)), records.MINIBATCH)
+        self._minibatches["learner"], self._minibatches["samples"] = self._numbers, self._samples
+        self._place = np.arange(longest)
+        if self._updating:
+            self._prepare_updates([work.stream for work in works])
 
-    def burst(self, most: int, now: float, begun: int = 0) -> Burst | None:
-        """Returns the next updates. None: the learners must make the next one by themselves.
+    def _prepare_updates(self, streams: Sequence[int]) -> None:
+        """Makes the tables of updates."""
+        period, m = self._rule.period, len(self._learners)
+        self._gradients = np.zeros((MOST_ROUNDS, m), records.GRADIENT)
+        self._gradients["learner"], self._gradients["scale"] = self._numbers, 1.0
+        self._gradients["samples"], self._gradients["stream"] = self._samples * period, streams
+        self._averages = np.zeros((MOST_ROUNDS, m), records.AVERAGE)
+        self._averages["learner"] = self._numbers
+        self._updates = np.zeros(MOST_ROUNDS, records.UPDATE)
+        self._updates["gradients"], self._updates["samples"] = m, self._samples.sum() * period
+
+    def burst(self, most: int, now: float, begun: int = 0, *, begun_averages: bool = False) -> Burst | None:
+        """Returns the next burst. None: the learners must compute the next mini-batch by themselves.
 
         Args:
-            most: Largest number of updates.
+            most: Largest number of mini-batches of each learner. An update is made as a whole.
             now: Seconds on the driver's clock.
-            begun: Number of updates before them that are under way.
+            begun: Number of rounds before them that are under way.
+            begun_averages: Whether each of these ends with an average.
         """
         leader, period = self._leader, self._rule.period
-        count = leader.quiet_updates(min(most, MOST_UPDATES), now, begun)
-        if not count:
+        if self._updating and not leader.made.count and (begun_averages or not begun):
+            count = leader.quiet_updates(min(max(1, most // period), MOST_ROUNDS), now, begun)
+            if count:
+                return self._updates_ahead(count, begun)
+        count = min(most, leader.local_steps - begun, MOST_ROUNDS)
+        if count <= 0 or (begun and begun_averages):
             return None
-        ledger, samples = leader.ledger, int(self._samples.sum()) * period
-        rates, outer, before = ledger.rates_ahead(count, samples, begun), self._rule.outer_rate, begun * period
+        return self._ahead(count, leader.place[0], leader.rates_ahead(count, begun), (), begun)
+
+    def _updates_ahead(self, count: int, begun: int) -> Burst:
+        leader, ledger, period = self._leader, self._leader.ledger, self._rule.period
+        samples, before, outer = int(self._samples.sum()) * period, begun * period, self._rule.outer_rate
+        rates = ledger.rates_ahead(count, samples, begun)
         self._rates.append(rates)
+        weight_rates = tuple(rates) if outer is None else (outer,) * count
+        steps = leader.rates_ahead(count * period, before)
+        return self._ahead(count, ledger.timestamp + begun, steps, weight_rates, before)
+
+    def _ahead(
+        self, count: int, timestamp: int, rates: list[float], weight_rates: tuple[float, ...], before: int
+    ) -> Burst:
+        """Returns a burst that follows `before` mini-batches of each learner."""
         return Burst(
             count,
             tuple((step + before, work.after(before)) for step, work in self._next),
-            ledger.timestamp + begun,
-            tuple(leader.rates_ahead(count, begun)),
-            (outer,) * count if outer is not None else tuple(rates),
-            leader.step_ahead,
+            timestamp,
+            tuple(rates),
+            weight_rates,
+            self._leader.step_ahead,
             None if self._rule.early else self._rule.elasticity,
         )
 
     def enter(self, event: BurstMade, now: float) -> Iterator[tuple[int, list[Action]]]:
-        """Records the updates of a burst.
+        """Records the rounds of a burst.
 
         Args:
             event: Results of the burst.
@@ -92,31 +122,53 @@ class BankRecords:
         Yields:
             Roles and their actions.
         """
-        last, losses = len(event.losses), event.losses
+        last, losses, leader = len(event.losses), event.losses, self._leader
         if not np.isfinite(losses).all():
-            for update, inner, place in np.argwhere(~np.isfinite(losses)).tolist():
-                step, timestamp = self._next[place][0], self._leader.ledger.timestamp + update
-                about = step + update * self._rule.period + inner, float(losses[update, inner, place]), timestamp
+            period = event.burst.period
+            for number, inner, place in np.argwhere(~np.isfinite(losses)).tolist():
+                timestamp = event.burst.timestamp + number * event.burst.averages
+                about = self._next[place][0] + number * period + inner, float(losses[number, inner, place]), timestamp
                 actions, fails = self._learners[place].log.judge(*about)
                 if fails:
-                    last = update
+                    last = number
                     break
                 yield self._learners[place].id, actions
         if last:
-            yield self._leader.id, self._record(event.first(last), now)
+            self._record(event.first(last), now)
+            yield leader.id, [*leader.ledger.outbox.due(now), *leader.log.due(now)]
         if last < len(losses):
-            yield self._leader.id, self._leader.ledger.outbox.flush(now)
+            yield leader.id, [*leader.ledger.outbox.flush(now), *leader.log.diary.flush(now)]
             yield self._learners[place].id, actions
 
-    def _record(self, event: BurstMade, now: float) -> list[Action]:
-        """Enters updates whose losses count, and returns the actions of the learner that reports."""
-        ledger, (count, period, _) = self._leader.ledger, event.losses.shape
-        seconds = event.gradient_s + event.step_s + event.average_s
-        update_s, before = seconds / count, self._place[:count] + ledger.timestamp
-        ends = now - ledger.clock.start_time - update_s * self._place[:count][::-1]  # of the updates, evenly
-        gradients = self._fill_gradients(event, before)
+    def _record(self, event: BurstMade, now: float) -> None:
+        """Enters rounds whose losses count."""
+        count, period, _ = event.losses.shape
+        steps, round_s = count * period, event.seconds / count
+        ends = now - self._leader.ledger.clock.start_time - round_s * self._place[:count][::-1]  # of rounds, evenly
+        before = event.burst.timestamp + self._place[:count] * event.burst.averages
         if self._reports_minibatches:
-            self._report_minibatches(event, before, ends, update_s)
+            self._report_minibatches(event, before, ends, round_s)
+        if event.burst.averages:
+            self._record_updates(event, before, ends)
+        else:
+            self._record_steps(event)
+        self._next = [(step + steps, work.after(steps)) for step, work in self._next]
+        self._steps += steps
+        self._firsts += steps * self._strides
+        self._computed += steps
+        for place, taken in enumerate((event.gradient_s, event.average_s, event.step_s)):
+            self._spent[place] += taken
+
+    def _record_updates(self, event: BurstMade, before: Integers, ends: Floats) -> None:
+        """Enters updates.
+
+        Args:
+            event: Results of the burst.
+            before: Timestamp of the weights before each update, (k,).
+            ends: Training time of the end of each update, (k,).
+        """
+        ledger, count = self._leader.ledger, len(event.losses)
+        gradients = self._fill_gradients(event, before)
         averages = self._averages[:count]
         averages["timestamp"], averages["distance"] = before[:, None] + 1, event.distances
         averages["correction"] = self._rule.elasticity * event.distances
@@ -127,14 +179,16 @@ class BankRecords:
         ledger.enter_burst(gradients.reshape(-1), updates)
         ledger.outbox.extend_by(MessageKind.AVERAGES, averages.reshape(-1))
         self._leader.enter_burst(count, int(event.digests[-1]))
-        steps = count * period
-        self._next = [(step + steps, work.after(steps)) for step, work in self._next]
-        self._steps += steps
-        self._firsts += steps * self._strides
         self._made += count
-        for place, taken in enumerate((event.gradient_s, event.average_s, event.step_s)):
-            self._spent[place] += taken
-        return ledger.outbox.due(now)
+
+    def _record_steps(self, event: BurstMade) -> None:
+        """Enters local steps. Sums are added one by one, as learners do it."""
+        count, made = len(event.losses), [learner.made for learner in self._learners]
+        losses = np.concatenate([[[each.loss for each in made]], event.losses[:, 0] * self._samples]).cumsum(0)[-1]
+        errors = np.concatenate([[[each.errors for each in made]], event.errors[:, 0]]).cumsum(0)[-1]
+        samples, firsts = self._samples * count, self._firsts
+        for each, *about in zip(made, *map(np.ndarray.tolist, (samples, firsts, losses, errors)), strict=True):
+            each.extend(count, *about)
 
     def _fill_gradients(self, event: BurstMade, before: Integers) -> npt.NDArray[np.void]:
         """Returns a row for each learner and update, (k, m) of `records.GRADIENT`.
@@ -152,32 +206,34 @@ class BankRecords:
         rows["errors"] = event.errors.cumsum(1)[:, -1]
         return rows
 
-    def _report_minibatches(self, event: BurstMade, before: Integers, ends: Floats, update_s: float) -> None:
+    def _report_minibatches(self, event: BurstMade, before: Integers, ends: Floats, round_s: float) -> None:
         """Reports a row for each mini-batch.
 
         Args:
             event: Results of the burst.
-            before: Timestamp of the weights before each update, (k,).
-            ends: Training time of the end of each update, (k,).
-            update_s: Seconds of each update.
+            before: Timestamp of the weights before each round, (k,).
+            ends: Training time of the end of each round, (k,).
+            round_s: Seconds of each round.
         """
-        count, period, _ = event.losses.shape
-        rows, inner, each = self._minibatches[:count], self._place[:period], count * period
-        rows["step"] = (self._place[:count, None] * period + inner)[..., None] + self._steps
-        rows["timestamp"] = before[:, None, None]
-        rows["loss"], rows["errors"] = event.losses, event.errors
-        rows["time_s"] = (ends[:, None] - update_s * (1 - (inner + 1) / period))[..., None]
-        rows["compute_s"], rows["reduce_s"] = event.gradient_s / each, event.average_s / each
-        rows["update_s"] = event.step_s / each
-        self._leader.ledger.outbox.extend_by(MessageKind.MINIBATCHES, rows.reshape(-1))
+        count, period, m = event.losses.shape
+        steps, inner = count * period, self._place[:period]
+        rows = self._minibatches[:steps]
+        rows["step"] = self._place[:steps, None] + self._steps
+        rows["timestamp"] = before.repeat(period)[:, None]
+        rows["loss"], rows["errors"] = event.losses.reshape(steps, m), event.errors.reshape(steps, m)
+        rows["time_s"] = (ends[:, None] - round_s * (1 - (inner + 1) / period)).reshape(steps, 1)
+        rows["compute_s"], rows["reduce_s"] = event.gradient_s / steps, event.average_s / steps
+        rows["update_s"] = event.step_s / steps
+        self._leader.log.diary.extend_by(MessageKind.MINIBATCHES, rows.reshape(-1))
 
     def wake_up(self) -> None:
         """Tells the learners what has been recorded. Each of them can then continue by itself."""
         compute_s, wait_s, step_s = self._spent
         for learner in self._learners:
-            learner.follow_burst(self._leader, self._made)
-            learner.log.enter_others(self._made * self._rule.period, compute_s, wait_s, step_s)
-        self._made = 0
+            if self._made:
+                learner.follow_burst(self._leader, self._made)
+            learner.log.enter_others(self._computed, compute_s, wait_s, step_s)
+        self._made = self._computed = 0
         self._spent = [0.0, 0.0, 0.0]
 
     def resume(self, now: float) -> Iterator[tuple[int, list[Action]]]:

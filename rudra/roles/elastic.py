@@ -21,10 +21,10 @@ from rudra.core.buffer_names import DIFFERENCE, GRADIENT, REPLICA, WEIGHTS
 from rudra.core.events import Computed, Received, ReplicaStepped, Sent
 from rudra.core.messages import MessageKind, PushedGradient, Stop, Weights
 from rudra.core.records import Gradient
-from rudra.roles.averaging import joined
 from rudra.roles.learner import DROPPED, Learner, LearnerState
 from rudra.roles.machine import Setup, States, Transition, self_loops
 from rudra.roles.optimizer_settings import changed_settings
+from rudra.roles.periods import joined
 
 COMPUTING, EXCHANGING, STEPPING = LearnerState.COMPUTING, LearnerState.EXCHANGING, LearnerState.STEPPING
 STOPPED = LearnerState.STOPPED

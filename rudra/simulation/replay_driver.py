@@ -18,13 +18,13 @@ from rudra.core.work import Work, portion
 from rudra.errors import ProtocolError
 from rudra.job.simulation import SimulationTable
 from rudra.roles import Machine
-from rudra.roles.averaging import joined
 from rudra.roles.coordinator import Coordinator
 from rudra.roles.correcting import needs_pulled_weights, pulled_name
 from rudra.roles.elastic import ReplicaSteps
 from rudra.roles.ledger import Owner
 from rudra.roles.machine import Setup, States, short_digest
 from rudra.roles.optimizer_settings import changed_settings
+from rudra.roles.periods import joined
 from rudra.roles.stage_server import StageServer
 from rudra.roles.worker import works
 from rudra.simulation.assembly import machines_of

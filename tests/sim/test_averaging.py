@@ -31,8 +31,9 @@ from rudra.data.load import load
 from rudra.data.sampling import Sampler
 from rudra.errors import ConfigError
 from rudra.job.job import Job
-from rudra.roles.averaging import Averager, joined
+from rudra.roles.averaging import Averager
 from rudra.roles.elastic import ReplicaSteps
+from rudra.roles.periods import joined
 from rudra.simulation.timing_only import TimingOnly
 
 Make = Callable[[Any], torch.optim.Optimizer]

@@ -1,7 +1,7 @@
-"""Bursts: updates of averaged replicas that a rank makes without asking its learners in between.
+"""Bursts: updates or local steps of averaged replicas that a rank makes without asking its learners in between.
 
-All learners compute as usual, in the usual order, so the results are bitwise the same. But there is one central model:
-the learners get it back when they are asked again.
+All learners compute as usual, in the usual order, so the results are bitwise the same. But while a burst makes updates,
+there is one central model: the learners get it back when they are asked again.
 """
 
 import time
@@ -40,13 +40,13 @@ class BankBursts:
     """Maker of the bursts of a bank.
 
     Args:
-        learners: Executors of all learners that take part in the run, in learner order. The first one updates the
-            central model for all.
+        learners: Executors of the learners of this rank that take part in the run, in learner order. If they are all
+            learners of the run, the first one updates the central model for all.
         sums: Order of addition (`Plan.partial_sums`).
         recorded: Bursts from graphs. None: the device has none.
 
     Attributes:
-        hurries: Whether a burst ends after the update under way, because a learner is asked for something else.
+        hurries: Whether a burst ends after the round under way, because a learner is asked for something else.
     """
 
     def __init__(
@@ -61,32 +61,34 @@ class BankBursts:
 
     @probed
     def begin(self, burst: Burst) -> Made:
-        """Begins a burst, or only its first updates."""
-        self.hurries, self._apart = False, True
+        """Begins a burst, or only its first rounds."""
+        self.hurries = False
+        self._apart |= burst.averages
         made = None if self._recorded is None else self._recorded.begin(burst)
-        return Made(burst.updates, self._make(burst)) if made is None else made
+        return Made(burst.rounds, burst.averages, self._make(burst)) if made is None else made
 
     def _make(self, burst: Burst) -> Iterator[BurstMade | Pending | None]:
-        """Makes the updates of a burst.
+        """Makes the rounds of a burst.
 
-        It ends early if memory does not suffice for the first gradients of an update. The learners then compute them
+        It ends early if memory does not suffice for the first gradients of a round. The learners then compute them
         again, and what happens is as without a burst.
 
         Yields:
-            None after each update, work of a device as long as it is not done, then the results.
+            None after each round, work of a device as long as it is not done, then the results.
         """
-        period, m = burst.period, len(self._learners)
-        losses, errors = np.empty((2, burst.updates, period, m))
-        distances, digests = np.empty((burst.updates, m)), np.empty(burst.updates, np.uint64)
+        period, m, averages = burst.period, len(self._learners), len(burst.weight_rates)
+        losses, errors = np.empty((2, burst.rounds, period, m))
+        distances, digests = np.empty((averages, m)), np.empty(averages, np.uint64)
         figures = losses, errors, distances, digests
         gradient_s = step_s = average_s = 0.0
         made = 0
-        while made < burst.updates and not (self.hurries and made):
-            self._share_central()
+        while made < burst.rounds and not (self.hurries and made):
+            if averages:
+                self._share_central()
             for inner in range(period):
                 number, began = made * period + inner, time.perf_counter()
                 try:
-                    computed = yield from self._computed(burst, number, made)
+                    computed = yield from self._computed(burst, number)
                 except Exception as error:
                     if inner or memory_text(error) is None:
                         raise
@@ -97,15 +99,16 @@ class BankBursts:
                 errors[made, inner] = [each.errors for each in computed]
                 stepped = yield from self._stepped(burst, number)
                 gradient_s, step_s = gradient_s + there - began, step_s + time.perf_counter() - there
-            distances[made] = [each.distance for each in stepped]
-            began = time.perf_counter()
-            (updated,) = yield from _together([self._update(burst, made)])
-            assert isinstance(updated, Updated)
-            digests[made] = updated.digest
-            self._approach(burst)
-            average_s += time.perf_counter() - began
+            if averages:
+                distances[made] = [each.distance for each in stepped]
+                began = time.perf_counter()
+                (updated,) = yield from _together([self._update(burst, made)])
+                assert isinstance(updated, Updated)
+                digests[made] = updated.digest
+                self._approach(burst)
+                average_s += time.perf_counter() - began
             made += 1
-            if made < burst.updates:
+            if made < burst.rounds:
                 yield None
         yield BurstMade(burst, *figures, gradient_s, step_s, average_s).first(made)
 
@@ -119,17 +122,18 @@ class BankBursts:
     def _central(self, place: int) -> str:
         return CENTRAL if place else WEIGHTS
 
-    def _computed(self, burst: Burst, number: int, update: int) -> _Events:
-        works = []
+    def _computed(self, burst: Burst, number: int) -> _Events:
+        works, timestamp = [], burst.timestamp + (number // burst.period) * burst.averages
         for executor, (step, work) in zip(self._learners, burst.learners, strict=True):
-            action = Compute(step + number, work.after(number), REPLICA, GRADIENT, burst.timestamp + update)
+            action = Compute(step + number, work.after(number), REPLICA, GRADIENT, timestamp)
             executor.make_room(action)
+            executor.ready = None  # nobody waits for parts of this gradient
             works.append(executor.compute(action))
         return (yield from _together(works))
 
     def _stepped(self, burst: Burst, number: int) -> _Events:
-        """Steps all replicas. The last steps of a period also compute differences."""
-        rate, ends = burst.rates[number], (number + 1) % burst.period == 0
+        """Steps all replicas. The last steps before an average also compute differences."""
+        rate, ends = burst.rates[number], burst.averages and (number + 1) % burst.period == 0
         works = []
         for place, executor in enumerate(self._learners):
             if ends:
@@ -199,7 +203,7 @@ def bursts_of(job: Job, plan: Plan, learners: Sequence[AveragerExecutor]) -> Ban
     Args:
         job: Resolved job.
         plan: Role assignment.
-        learners: Executors of all learners that take part, in learner order.
+        learners: Executors of the learners of the rank that take part, in learner order.
     """
     sums, first = plan.partial_sums(plan.learners), learners[0]
     records = kind_of(first.device).records and job.cluster.graphs != "off" and job.training.microbatches == 1

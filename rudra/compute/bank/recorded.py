@@ -1,9 +1,9 @@
 """Bursts that a device repeats from recorded graphs: the host names no operation, and waits for none in between.
 
-A graph makes several updates. Learners have lanes: gradient, correction and step, next gradient. The averages have lane
-0. A step waits for the average before it, and an average waits for the steps before it. So an average is made while the
-next gradients are computed. Mini-batches are gathered by a counter of the device. Losses, distances and samples of the
-weights are noted by it.
+A graph makes several rounds: updates, or local steps. Learners have lanes: gradient, correction and step, next
+gradient. The averages have lane 0. The last step of an update waits for the average before it, and an average waits for
+the steps before it. So an average is made while the next gradients are computed. Mini-batches are gathered by a counter
+of the device. Losses, distances and samples of the weights are noted by it.
 
 Source: crossbow.txt §4.2, Figure 8.
 """
@@ -30,7 +30,7 @@ from rudra.compute.replicas import AveragerExecutor
 from rudra.compute.weight_samples import CountedSamples
 from rudra.core.actions import StepReplica
 from rudra.core.buffer_names import DIFFERENCE, GRADIENT, REPLICA, WEIGHTS
-from rudra.core.bursts import MOST_UPDATES, Burst, BurstMade
+from rudra.core.bursts import MOST_ROUNDS, Burst, BurstMade
 from rudra.core.digest import digest_of
 from rudra.log import log
 from rudra.memory import bytes_text
@@ -42,10 +42,10 @@ SEEN = 100
 """Most rates that are counted."""
 
 KEPT = 8
-"""Most graphs. Each belongs to learning rates, and to the memory of all vectors."""
+"""Most graphs. Each belongs to learning rates, and to the memory of its vectors."""
 
 STEPS = 32
-"""Most gradients of a graph that makes several updates."""
+"""Most gradients of a graph that makes several rounds."""
 
 AHEAD = 2
 """Bursts that are queued at most: the device makes one while the host records the other."""
@@ -58,7 +58,7 @@ class _Slot:
     Attributes:
         rows: (K·τ, Σμ, 1 or 4) int64, which samples the learners take in each step.
         losses: (K·τ, m, 2) float64, loss and wrong samples.
-        squares: (K, m) float64, square of the distance of each replica.
+        squares: (K, m) float64, square of the distance of each replica in each update.
         samples: (K, …) float32, samples of the weights.
     """
 
@@ -69,10 +69,10 @@ class _Slot:
 
 
 class Notes:
-    """Memory of a device for one burst: which samples the learners take, and what is noted of each step and update.
+    """Memory of a device for one burst: which samples the learners take, and what is noted of each step and round.
 
     Args:
-        period: Mini-batches of each learner in an update, τ.
+        period: Mini-batches of each learner in a round, τ.
         counts: Samples of a mini-batch of each learner.
         width: Numbers that identify a sample.
         size: Number of elements of the weights.
@@ -81,18 +81,18 @@ class Notes:
     Attributes:
         rows: (K·τ, Σμ, width) int64.
         losses: (K·τ, m, 2) float64, loss and wrong samples.
-        squares: (K, m) float64, square of the distance of each replica.
+        squares: (K, m) float64, square of the distance of each replica in each update.
         samples: Samples of the weights.
-        number: (1,) int64, number of updates that the work before has made.
+        number: (1,) int64, number of rounds that the work before has made.
         places: Place of each learner's samples in a row.
     """
 
     def __init__(self, period: int, counts: Sequence[int], width: int, size: int, device: torch.device) -> None:
-        steps, m = MOST_UPDATES * period, len(counts)
+        steps, m = MOST_ROUNDS * period, len(counts)
         self.rows = torch.zeros(steps, sum(counts), width, dtype=torch.int64, device=device)
         self.losses = torch.zeros(steps, m, 2, dtype=torch.float64, device=device)
-        self.squares = torch.zeros(MOST_UPDATES, m, dtype=torch.float64, device=device)
-        self.samples = CountedSamples(size, MOST_UPDATES, device)
+        self.squares = torch.zeros(MOST_ROUNDS, m, dtype=torch.float64, device=device)
+        self.samples = CountedSamples(size, MOST_ROUNDS, device)
         self.number = torch.zeros(1, dtype=torch.int64, device=device)
         self.places = [slice(*ends) for ends in pairwise(accumulate(counts, initial=0))]
         self._period = period
@@ -119,7 +119,7 @@ Do = Callable[[int, Callable[[], object], Sequence[int]], None]
 
 
 class Updates(Protocol):
-    """Updates by all learners of a bank: each learner by itself (`lanes`), or all at once (`matrices`).
+    """Rounds by all learners of a bank: each learner by itself (`lanes`), or all at once (`matrices`).
 
     Attributes:
         lanes: Lanes of the learners, without lane 0.
@@ -131,7 +131,7 @@ class Updates(Protocol):
         """Appends the gradients of a step of the work."""
 
     def steps(self, do: Do, notes: Notes, action: StepReplica, update: int) -> None:
-        """Appends the steps of all replicas in an update of the work."""
+        """Appends the steps of all replicas in a round of the work."""
 
     def average(self, samples: Sequence[int]) -> None:
         """Averages the differences of all replicas, weighted by samples, into the first of them."""
@@ -144,12 +144,14 @@ class Made(NamedTuple):
     """Burst that is being made.
 
     Attributes:
-        updates: Number of its updates.
+        rounds: Number of its rounds.
+        averages: Whether each of them ends with an average.
         work: Yields work of the device as long as it is not done, then the results.
         queued: Whether the device makes it without the host, so that another one may be queued behind it.
     """
 
-    updates: int
+    rounds: int
+    averages: bool
     work: Iterator[BurstMade | Pending | None]
     queued: bool = False
 
@@ -158,8 +160,8 @@ class RecordedBursts:
     """Bursts from graphs, for learners whose vectors and training set are on one device.
 
     Args:
-        learners: Executors of the learners, in learner order. The first one owns the central model.
-        ways: Returns how the learners make an update. It is called when their optimisers have their states.
+        learners: Executors of the learners, in learner order. In updates the first one owns the central model.
+        ways: Returns how the learners make a round. It is called when their optimisers have their states.
 
     Attributes:
         refusal: Why bursts are not recorded. Empty: they may be.
@@ -171,14 +173,14 @@ class RecordedBursts:
         self._kind = kind_of(self._device)
         self._stream = self._kind.stream(self._device)
         self._graphs: dict[tuple[object, ...], Graph] = {}
-        self._slots: deque[_Slot] = deque()
-        self._shapes: tuple[object, ...] = ()  # that the memory has
+        self._counts: tuple[int, ...] = ()  # samples of the mini-batches that the memory is for
+        self._memory: dict[int, tuple[Notes, deque[_Slot]]] = {}  # by period
         self._seen: Counter[tuple[float, ...]] = Counter()
         self.refusal = ""
 
     def begin(self, burst: Burst) -> Made | None:
-        """Begins a burst, or only its first updates. None: it must be made as usual."""
-        if self.refusal or self._first.is_read:
+        """Begins a burst, or only its first rounds. None: it must be made as usual."""
+        if self.refusal or (burst.averages and self._first.is_read):
             return None
         count, rates = _alike(burst)
         if len(self._seen) > SEEN:  # a rate of its own for each update, for instance
@@ -201,8 +203,9 @@ class RecordedBursts:
         pending = self._stream.submit(partial(self._do, slot, burst, count, graphs))
         for executor in self._learners:
             executor.buffer(REPLICA).version += count
-        self._first.buffer(WEIGHTS).version += count
-        return Made(count, self._results(slot, burst, count, pending, began), queued=True)
+        if burst.averages:
+            self._first.buffer(WEIGHTS).version += count
+        return Made(count, burst.averages, self._results(slot, burst, count, pending, began), queued=True)
 
     def _results(
         self, slot: _Slot, burst: Burst, count: int, pending: Pending, began: float
@@ -211,8 +214,9 @@ class RecordedBursts:
         pending.numbers()
         period, m = burst.period, len(self._learners)
         noted = slot.losses[: count * period].view(count, period, m, 2).numpy().copy()
-        distances = np.sqrt(slot.squares[:count].numpy())  # torch's is not rounded correctly
-        sampled = (self._notes.samples.of(slot.samples, at, burst.timestamp + at + 1) for at in range(count))
+        updates = count * burst.averages
+        distances = np.sqrt(slot.squares[:updates].numpy())  # torch's is not rounded correctly
+        sampled = (self._notes.samples.of(slot.samples, at, burst.timestamp + at + 1) for at in range(updates))
         digests = np.array([digest_of(each) for each in sampled], np.uint64)
         self._slots.append(slot)
         self._blame(burst, noted[..., 0])
@@ -220,24 +224,25 @@ class RecordedBursts:
 
     def _blame(self, burst: Burst, losses: npt.NDArray[np.float64]) -> None:
         """Raises DataError if a loss is not finite because of a sample."""
-        for update, inner, place in np.argwhere(~np.isfinite(losses)).tolist():
+        for at, inner, place in np.argwhere(~np.isfinite(losses)).tolist():
             (step, work), source = burst.learners[place], self._learners[place].source
-            number = update * burst.period + inner
+            number = at * burst.period + inner
             batch = partial(source.minibatch, step + number, work.after(number))
-            source.confirmed((losses[update, inner, place], math.nan), work, batch)
+            source.confirmed((losses[at, inner, place], math.nan), work, batch)
 
     # Memory.
 
     def _allocate(self, burst: Burst) -> None:
         """Allocates the memory for bursts with mini-batches of these sizes."""
         counts = tuple(work.count for _, work in burst.learners)
-        if (burst.period, counts) == self._shapes:
-            return
-        self._shapes, self._graphs = (burst.period, counts), {}
-        width = self._first.source.indices_of(*burst.learners[0], 1).shape[1]
-        self._notes = notes = Notes(burst.period, counts, width, self._first.size, self._device)
-        there = notes.rows, notes.losses, notes.squares, notes.samples.taken
-        self._slots = deque(_Slot(*map(self._main_memory, there)) for _ in range(AHEAD))
+        if counts != self._counts:
+            self._counts, self._memory, self._graphs = counts, {}, {}
+        if burst.period not in self._memory:
+            width = self._first.source.indices_of(*burst.learners[0], 1).shape[1]
+            notes = Notes(burst.period, counts, width, self._first.size, self._device)
+            there = notes.rows, notes.losses, notes.squares, notes.samples.taken
+            self._memory[burst.period] = notes, deque(_Slot(*map(self._main_memory, there)) for _ in range(AHEAD))
+        self._notes, self._slots = self._memory[burst.period]
 
     def _main_memory(self, like: torch.Tensor) -> torch.Tensor:
         return self._kind.main_memory(like.nbytes).view(like.dtype).view(like.shape)
@@ -252,20 +257,20 @@ class RecordedBursts:
     # Work of the device.
 
     def _do(self, slot: _Slot, burst: Burst, count: int, graphs: Sequence[Graph]) -> tuple[()]:
-        """Makes updates, and brings back what is noted."""
-        notes, steps = self._notes, count * burst.period
+        """Makes rounds, and brings back what is noted."""
+        notes, steps, updates = self._notes, count * burst.period, count * burst.averages
         notes.rows[:steps].copy_(slot.rows[:steps], non_blocking=True)
         notes.number.zero_()
         notes.samples.begin(burst.timestamp + 1)
         for graph in graphs:
             graph.replay()
         slot.losses[:steps].copy_(notes.losses[:steps], non_blocking=True)
-        slot.squares[:count].copy_(notes.squares[:count], non_blocking=True)
-        slot.samples[:count].copy_(notes.samples.taken[:count], non_blocking=True)
+        slot.squares[:updates].copy_(notes.squares[:updates], non_blocking=True)
+        slot.samples[:updates].copy_(notes.samples.taken[:updates], non_blocking=True)
         return ()
 
     def _graphs_for(self, burst: Burst, count: int) -> list[Graph]:
-        """Returns the graphs that make these updates one after another.
+        """Returns the graphs that make these rounds one after another.
 
         Raises:
             NotRecordedError: They cannot be recorded.
@@ -275,37 +280,38 @@ class RecordedBursts:
         sizes = ((most, many), (1, single)) if most > 1 else ((1, count),)
         return [graph for size, times in sizes if times for graph in [self._graph(burst, size)] * times]
 
-    def _graph(self, burst: Burst, updates: int) -> Graph:
-        about = _alike(burst)[1], burst.step, burst.elasticity, self._first.settings
-        key = updates, *about, *(each.data_ptr() for each in (*self._vectors(), *self._states()))
+    def _graph(self, burst: Burst, rounds: int) -> Graph:
+        about = burst.averages, _alike(burst)[1], burst.step, burst.elasticity, self._first.settings
+        key = rounds, *about, *(each.data_ptr() for each in self._written(averages=burst.averages))
         found = self._graphs.get(key)
         if found is None or not found.is_valid():
             while len(self._graphs) >= KEPT:
                 del self._graphs[next(iter(self._graphs))]
-            found = self._graphs[key] = self._recorded(burst, updates)
+            found = self._graphs[key] = self._recorded(burst, rounds)
         return found
 
-    def _vectors(self) -> list[torch.Tensor]:
-        """Returns all vectors that an update reads or writes, in memory without other readers."""
-        found = [self._first.buffer(WEIGHTS).vector]
+    def _written(self, *, averages: bool) -> list[torch.Tensor]:
+        """Returns all tensors that a round changes, in memory without other readers.
+
+        A restart or a change of the job may replace those of the optimisers. Local steps leave weights and differences
+        alone: an average of the period before may be under way.
+        """
+        found = [self._first.buffer(WEIGHTS).vector] if averages else []
         for executor in self._learners:
             found.append(executor.buffer(REPLICA).vector)
-            found += (executor.renew(name).vector for name in (GRADIENT, DIFFERENCE))
+            found += (executor.renew(name).vector for name in (GRADIENT, *([DIFFERENCE] if averages else [])))
+            found += executor.states(central=averages and executor is self._first)
         return found
 
-    def _states(self) -> list[torch.Tensor]:
-        """Returns the tensors of all optimisers. A restart or a change of the job may replace them."""
-        return [each for executor in self._learners for each in executor.states(central=executor is self._first)]
-
-    def _recorded(self, burst: Burst, updates: int) -> Graph:
-        """Records updates. Nothing has changed afterwards.
+    def _recorded(self, burst: Burst, rounds: int) -> Graph:
+        """Records rounds. Nothing has changed afterwards.
 
         Raises:
             NotRecordedError: They cannot be recorded.
         """
         generator, notes = self._kind.generator(self._device), self._notes
-        self._updates = self._ways()
-        written = [*self._vectors(), *self._states(), notes.number, notes.samples.timestamp]
+        self._way = self._ways()
+        written = [*self._written(averages=burst.averages), notes.number, notes.samples.timestamp]
         needed, free = sum(each.nbytes for each in written), self._kind.free_bytes(self._device)
         if free is not None and needed > free / 2:
             raise NotRecordedError(f"copies of all replicas take {bytes_text(needed)}, and {bytes_text(free)} are free")
@@ -313,7 +319,7 @@ class RecordedBursts:
         notes.number.zero_()
         notes.rows.zero_()
         try:
-            graph, _ = self._kind.record(self._device, partial(self._work, burst, updates))
+            graph, _ = self._kind.record(self._device, partial(self._work, burst, rounds))
         finally:
             for tensor, value in zip(written, before, strict=True):
                 tensor.copy_(value)
@@ -321,34 +327,36 @@ class RecordedBursts:
             raise NotRecordedError("the model draws random numbers")
         return graph
 
-    def _work(self, burst: Burst, updates: int) -> None:
-        """Makes updates."""
-        ways, notes, weights = self._updates, self._notes, self._first.buffer(WEIGHTS).vector
+    def _work(self, burst: Burst, rounds: int) -> None:
+        """Makes rounds."""
+        ways, notes = self._way, self._notes
         lanes = self._kind.lanes(self._device, 1 + len(ways.lanes))
-        samples = [work.count for _, work in burst.learners]
-        difference, owner = self._first.buffer(DIFFERENCE).vector, self._first.in_place()
-
-        def synchronise(update: int) -> None:
-            ways.average(samples)
-            owner.apply(difference, burst.weight_rates[0], ())
-            notes.samples.take(weights, update)
-
-        for update in range(updates):
+        for number in range(rounds):
             for inner, rate in enumerate(burst.rates[: burst.period]):
-                ends = inner + 1 == burst.period
-                ways.gradients(lanes.do, notes, update * burst.period + inner)
+                ends = burst.averages and inner + 1 == burst.period
+                ways.gradients(lanes.do, notes, number * burst.period + inner)
                 step = structs.replace(burst.step, learning_rate=rate) if ends else StepReplica(GRADIENT, REPLICA, rate)
-                ways.steps(lanes.do, notes, step, update)
-            lanes.do(0, partial(synchronise, update), ways.lanes)
-            if burst.elasticity is not None:
+                ways.steps(lanes.do, notes, step, number)
+            if burst.averages:
+                lanes.do(0, partial(self._average, burst, number), ways.lanes)
+            if burst.averages and burst.elasticity is not None:
                 ways.approach(lanes.do, burst.elasticity)
         lanes.join()
-        notes.number.add_(updates)
-        notes.samples.go_on(updates)
+        notes.number.add_(rounds)
+        notes.samples.go_on(rounds)
+
+    def _average(self, burst: Burst, number: int) -> None:
+        """Averages, steps the weights and notes a sample of them, in an update of the work."""
+        owner, difference, weights = (self._first, *(self._first.buffer(name).vector for name in (DIFFERENCE, WEIGHTS)))
+        self._way.average([work.count for _, work in burst.learners])
+        owner.in_place().apply(difference, burst.weight_rates[0], ())
+        self._notes.samples.take(weights, number)
 
 
 def _alike(burst: Burst) -> tuple[int, tuple[float, ...]]:
-    """Returns the number of the first updates with the same rates, and these: of each step, and of the update."""
+    """Returns the number of the first rounds with the same rates, and these: of each step, and of the update."""
     period = burst.period
-    rates = [(*burst.rates[at * period : (at + 1) * period], burst.weight_rates[at]) for at in range(burst.updates)]
+    rates = [
+        (*burst.rates[at * period : (at + 1) * period], *burst.weight_rates[at : at + 1]) for at in range(burst.rounds)
+    ]
     return sum(1 for _ in takewhile(rates[0].__eq__, rates)), rates[0]
