@@ -14,11 +14,15 @@ def batchnorm() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 50), nn.BatchNorm1d(50), nn.Tanh(), nn.Linear(50, 10))
 
 
-def burst_runs(comm: Any, directory: Path, jobs: dict[str, Any], ways: Sequence[str]) -> dict[str, Any]:
+def burst_runs(
+    comm: Any, directory: Path, jobs: dict[str, Any], ways: Sequence[str], together: bool = False
+) -> dict[str, Any]:
     """Each rank runs some of the jobs by itself: asked for each step, in bursts, and in bursts that a device records.
 
-    Returns for each job and way: the content of the result file that does not depend on the time, the number of updates
-    that were made in bursts, and why they were not recorded; or the error of the run.
+    With `together` all ranks take part in each of the jobs.
+
+    Returns for each job and way: the content of the result file that does not depend on the time, the numbers of
+    updates and of local steps that this rank made in bursts, and why they were not recorded.
     """
     from mpi4py import MPI
 
@@ -30,11 +34,11 @@ def burst_runs(comm: Any, directory: Path, jobs: dict[str, Any], ways: Sequence[
     from rudra.mpi.bursts import Bursts
 
     plain, makes_bursts, take = DEVICES["cpu"], rudra.mpi.driver.makes_bursts, Bursts.take
-    record, seen = RecordedBursts.__init__, {"updates": 0}
+    record, seen = RecordedBursts.__init__, {"updates": 0, "local steps": 0}
     made: list[RecordedBursts] = []
 
     def count(bursts: Bursts, event: Any) -> None:
-        seen["updates"] += len(event.losses)
+        seen["updates" if event.burst.averages else "local steps"] += len(event.losses)
         take(bursts, event)
 
     def note(recorded: RecordedBursts, *about: Any, **named: Any) -> None:
@@ -43,19 +47,19 @@ def burst_runs(comm: Any, directory: Path, jobs: dict[str, Any], ways: Sequence[
 
     Bursts.take, RecordedBursts.__init__ = count, note  # type: ignore[method-assign]
     found: dict[str, Any] = {}
-    for name, job in [*jobs.items()][comm.rank :: comm.size]:
+    for name, job in [*jobs.items()] if together else [*jobs.items()][comm.rank :: comm.size]:
         for way in ways:
-            seen["updates"], made[:] = 0, []
+            seen |= {"updates": 0, "local steps": 0}
+            made[:] = []
             rudra.mpi.driver.makes_bursts = makes_bursts if way != "asked" else lambda *_: False
             seed = int(way.partition(" ")[2] or 0)
             DEVICES["cpu"] = AdverseDevice(seed) if way.startswith("recorded") else plain
-            results = train(job, directory / f"{name} {way}.h5", MPI.COMM_SELF)
+            results = train(job, directory / f"{name} {way}.h5", comm if together else MPI.COMM_SELF)
             with results:
-                found[f"{name}: {way}"] = {
-                    "content": timeless(results),
-                    "updates": seen["updates"],
-                    "refusal": made[-1].refusal if made else None,
-                }
+                refusal = made[-1].refusal if made else None
+                found[f"{name}: {way}"] = {"content": timeless(results), "refusal": refusal, **seen}
+            if together:
+                comm.Barrier()  # no rank may begin while another one reads
     DEVICES["cpu"] = plain
     return found
 

@@ -1,4 +1,4 @@
-"""Bursts: a rank with all learners makes several updates before it asks them, with the bits and rows of single steps.
+"""Bursts: a rank makes several rounds before it asks its learners, with the bits and rows of single steps.
 
 Each job runs three times: its learners are asked for each step, or its rank makes bursts, or a device makes recorded
 bursts and does all work as late as it may, in any order that its streams and lanes allow.
@@ -27,9 +27,17 @@ SEEDS = 250
 """Adverse orders of each job in a campaign."""
 
 
-def make_job(name: str = "sma", learners: int = 4, **tables: Any) -> rudra.Job:
-    """All roles on one rank. One epoch has 40 updates of four learners with μ = 4."""
-    cluster = {"learners": learners, "learners_per_device": learners, "one_rank": True, "threads_per_rank": 1}
+def make_job(name: str = "sma", learners: int = 4, *, ranks: int = 1, **tables: Any) -> rudra.Job:
+    """Returns a job. One epoch has 40 updates of four learners with μ = 4.
+
+    Args:
+        name: Name of the protocol.
+        learners: Number of learners.
+        ranks: Number of ranks with learners. 1: this rank has the other roles too.
+        tables: Tables of the job.
+    """
+    cluster = {"learners": learners, "learners_per_device": learners // ranks, "threads_per_rank": 1}
+    cluster |= {"one_rank": True} if ranks == 1 else {}
     own = tables.pop("cluster", {})
     return rudra.Job(
         name="bursts",
@@ -66,6 +74,47 @@ JOBS = {
     "momentum": make_job(changes=[{"at_update": 19, "optimizer": {"momentum": 0.5}}]),
     "dormant": make_job(cluster={"active_learners": 2}, changes=[{"at_update": 31, "cluster": {"active_learners": 4}}]),
 }
+LOCAL = {
+    "sma, period 5": make_job(ranks=2, averaging={"period": 5}),
+    "average, period 5": make_job("average", ranks=2, averaging={"period": 5}),
+    "diloco, period 5": make_job("diloco", ranks=2, averaging={"period": 5}),
+    "one learner a rank": make_job("average", 2, ranks=2, averaging={"period": 20}),
+    "long period": make_job("diloco", 8, ranks=2, averaging={"period": 10}),
+    "streams": make_job(ranks=2, averaging={"period": 5}, cluster={"bank": "graphs", "streams": 2}),
+    "fused": make_job("average", ranks=2, averaging={"period": 5}, cluster={"bank": "fused"}),
+    "BatchNorm": make_job(ranks=2, model={"name": batchnorm}, averaging={"period": 5}, cluster={"bank": "graphs"}),
+    "dropout": make_job("diloco", ranks=2, model={"name": user_code.normed_digits}, averaging={"period": 5}),
+    "adam": make_job(
+        "average",
+        ranks=2,
+        averaging={"period": 5},
+        optimizer={"name": "adam", "learning_rate": 0.01, "momentum": 0.0},
+    ),
+    "checkpoints": make_job(ranks=2, averaging={"period": 5}, results={"checkpoint_every": "3 updates"}),
+    "warm-up": make_job(
+        "average",
+        ranks=2,
+        averaging={"period": 5},
+        optimizer={"schedule": "cosine", "warm_up": 0.7},
+    ),
+    "changes": make_job(
+        "average",
+        ranks=2,
+        averaging={"period": 5},
+        changes=[
+            {"at_update": 3, "optimizer": {"learning_rate": 0.01, "momentum": 0.5}},
+            {"at_epoch": 1, "averaging": {"period": 8}},
+        ],
+    ),
+    "dormant": make_job(
+        ranks=2,
+        averaging={"period": 4},
+        cluster={"active_learners": 2},
+        changes=[{"at_update": 7, "cluster": {"active_learners": 4}}],
+    ),
+}
+"""Jobs whose learners are on two ranks, with an averaging period that has local steps."""
+
 NOT_RECORDED = {"dropout": "the model draws random numbers", "adam": None}
 """Jobs that a device does not record, and what it says."""
 
@@ -82,6 +131,15 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 SOME = ["sma, period 3", "average, period 2", "streams", "fused", "dropout", "momentum", "dormant"]
+
+
+@pytest.fixture(scope="module")
+def local(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the selected runs on two ranks with learners gave, by job and way."""
+    jobs = {name: LOCAL[name] for name in sorted(selected(request, "of_ranks"))}
+    statistics, *learners = on_ranks(burst_runs, jobs=jobs, ways=(ASKED, "bursts", "recorded 1"), together=True)
+    steps = {key: {"local steps": [rank[key]["local steps"] for rank in learners]} for key in statistics}
+    return {key: learners[0][key] | steps[key] for key in statistics}
 
 
 def differing(one: dict[str, str], other: dict[str, str]) -> set[str]:
@@ -103,6 +161,30 @@ def test_recorded_bursts_give_the_content_of_a_run_whose_learners_are_asked(foun
     assert recorded["updates"] > 0
     assert differing(recorded["content"], asked["content"]) <= ROUNDED.get(name, set())
     assert recorded["refusal"] == NOT_RECORDED.get(name, "")
+
+
+SOME_LOCAL = ["sma, period 5", "average, period 5", "diloco, period 5", "streams", "fused", "changes", "dormant"]
+
+
+@pytest.mark.parametrize("of_ranks", covering(SOME_LOCAL, list(LOCAL)))
+def test_bursts_of_local_steps_give_the_content_of_a_run_whose_learners_are_asked(
+    local: dict[str, Any], of_ranks: str
+) -> None:
+    asked, bursts = local[f"{of_ranks}: {ASKED}"], local[f"{of_ranks}: bursts"]
+    assert asked["local steps"] == [0, 0]
+    assert all(bursts["local steps"])
+    assert bursts["updates"] == 0
+    assert bursts["content"] == asked["content"]
+
+
+@pytest.mark.parametrize("of_ranks", covering(SOME_LOCAL, list(LOCAL)))
+def test_recorded_local_steps_give_the_content_of_a_run_whose_learners_are_asked(
+    local: dict[str, Any], of_ranks: str
+) -> None:
+    recorded, asked = local[f"{of_ranks}: recorded 1"], local[f"{of_ranks}: {ASKED}"]
+    assert all(recorded["local steps"])
+    assert recorded["content"] == asked["content"]
+    assert recorded["refusal"] == NOT_RECORDED.get(of_ranks, "")
 
 
 @pytest.mark.campaign
