@@ -39,6 +39,9 @@ class Bursts:
         begin: Begins long work of a role.
         events: Events that wait for roles.
         clock: Returns the seconds on the driver's clock.
+
+    Attributes:
+        learners: Roles of this rank that take part in the run.
     """
 
     def __init__(
@@ -53,7 +56,7 @@ class Bursts:
         events: deque[tuple[int, Event]],
         clock: Callable[[], float],
     ) -> None:
-        self._learners, self._alone, self._machines, self._making = tuple(learners), alone, machines, making
+        self.learners, self._alone, self._machines, self._making = tuple(learners), alone, machines, making
         self._do, self._compute, self._begin = do, compute, begin
         self._events, self._clock = events, clock
         self._held: dict[int, Compute] = {}
@@ -78,9 +81,9 @@ class Bursts:
         if self._under_way:
             return not self._postponed and self._under_way[-1].queued and len(self._under_way) < AHEAD and self._go()
         if self._records is None:
-            if len(self._held) < len(self._learners):
+            if len(self._held) < len(self.learners):
                 return False
-            learners = [self._machines[role] for role in self._learners]
+            learners = [self._machines[role] for role in self.learners]
             waiting = [each for each in learners if isinstance(each, Averager) and each.is_computing]
             asks, self._asks = self._asks, False
             if asks or len(waiting) < len(learners) or len({each.place for each in waiting}) > 1:
@@ -103,7 +106,7 @@ class Bursts:
         if burst is None:
             return False
         self._under_way.append(made := self._making.begin(burst))
-        self._begin(self._learners[0], made.work)
+        self._begin(self.learners[0], made.work)
         return True
 
     def take(self, event: BurstMade) -> None:
@@ -125,7 +128,7 @@ class Bursts:
 
     def postpones(self, role: int, event: Event) -> bool:
         """Returns whether an event has to wait for the end of the burst under way. Otherwise all learners are awake."""
-        if self._records is None or role not in self._learners:
+        if self._records is None or role not in self.learners:
             return False
         if not self._under_way:
             self._wake_up()

@@ -305,7 +305,7 @@ class Rank:
             self._control.ring_delivered()
         if bursts is None:
             return self._advance()
-        return bursts.proceed() or self._advance() or bursts.release()
+        return bursts.proceed() or self._advance() or (not self._work.works_for(bursts.learners) and bursts.release())
 
     def _advance(self) -> bool:
         """Does a piece of long work, or returns False if there is none."""

@@ -123,6 +123,10 @@ class LongWork:
                 return queue[0], found
         return None
 
+    def works_for(self, roles: Collection[int]) -> bool:
+        """Returns whether work of some of these roles is not over in this thread."""
+        return any(role in roles for role, _ in self._actions)
+
     @property
     def under_way(self) -> bool:
         """Whether other threads or devices work for this rank."""

@@ -42,6 +42,7 @@ class MinibatchLog:
         "_reports_norms",
         "_samples",
         "_since",
+        "_steps_replica",
         "_stream",
         "_stride",
         "_times",
@@ -59,6 +60,7 @@ class MinibatchLog:
         self._before = setup.position.learned_by(self.learner)
         self._non_finite_stops = setup.job.fault_tolerance.non_finite_loss == "stop"
         self._warned = False
+        self._steps_replica = setup.plan.averaging
         self._reports_minibatches = results.minibatches
         self._reports_norms = results.norms_every is not None
         self._reports = results.minibatches or self._reports_norms
@@ -118,7 +120,7 @@ class MinibatchLog:
         if isfinite(loss):
             return [], False
         late, early = "a smaller learning_rate may help", "at the initial weights; do model, loss and data fit?"
-        hint = late if timestamp else early
+        hint = late if timestamp or (step and self._steps_replica) else early
         text = f"the loss of mini-batch {step} is {loss}: {hint}"
         if self._non_finite_stops:
             return [Fail(text)], True

@@ -211,10 +211,12 @@ minibatch_size = 4
 learning_rate = {rate}
 [protocol]
 name = "sma"
+[averaging]
+period = {period}
 [cluster]
 learners = 4
-learners_per_device = 4
-one_rank = true
+learners_per_device = {each}
+one_rank = {alone}
 bank = "loop"
 [results]
 flush_s = 0.1
@@ -223,10 +225,17 @@ checkpoint_every = "100 updates"
 """
 
 
-def test_a_run_that_is_stopped_in_a_burst_can_be_resumed_and_replayed(tmp_path: Path) -> None:
+def job_text(epochs: int, rate: float, ranks: int = 1) -> str:
+    """Text of a job with this number of ranks with learners. On two ranks its bursts have local steps."""
+    period, alone = (1, "true") if ranks == 1 else (5, "false")
+    return JOB.format(epochs=epochs, rate=rate, period=period, each=4 // ranks, alone=alone)
+
+
+@pytest.mark.parametrize(("ranks", "update"), [(1, 100), (2, 20)])
+def test_a_run_that_is_stopped_in_a_burst_can_be_resumed_and_replayed(tmp_path: Path, ranks: int, update: int) -> None:
     job, output, straight = tmp_path / "job.toml", tmp_path / "out.h5", tmp_path / "straight.h5"
-    job.write_text(JOB.format(epochs=8, rate=0.02))
-    code, err = run_until(job, output, update=100, number=signal.SIGINT)
+    job.write_text(job_text(8, 0.02, ranks))
+    code, err = run_until(job, output, update=update, number=signal.SIGINT)
     assert code == EXIT_STOPPED, err
     assert finish(start("resume", output))[0] == 0
     assert replays(output)
@@ -245,7 +254,7 @@ def test_recorded_bursts_on_a_gpu_give_the_weights_of_a_run_whose_learners_are_a
     if not torch.cuda.is_available():
         pytest.skip("torch sees no GPU here")
     job, found = tmp_path / "job.toml", set()
-    text = JOB.format(epochs=3, rate=0.02).replace('bank = "loop"', f'bank = "{bank}"\ndevice = "cuda"')
+    text = job_text(3, 0.02).replace('bank = "loop"', f'bank = "{bank}"\ndevice = "cuda"')
     job.write_text(text)
     for name, before in (("bursts", "pass"), ("asked", ASKS)):
         code, _, err = finish(start("run", job, "--output", tmp_path / f"{name}.h5", before=before))
@@ -255,9 +264,10 @@ def test_recorded_bursts_on_a_gpu_give_the_weights_of_a_run_whose_learners_are_a
     assert len(found) == 1
 
 
-def test_a_loss_that_is_not_finite_in_a_burst_names_learner_and_minibatch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_loss_that_is_not_finite_in_a_burst_names_learner_and_minibatch(tmp_path: Path, ranks: int) -> None:
     job = tmp_path / "job.toml"
-    job.write_text(JOB.format(epochs=2, rate=1e9))
+    job.write_text(job_text(2, 1e9, ranks))
     code, _, err = finish(start("run", job, "--output", tmp_path / "out.h5"))
     assert code == 1
     assert re.search(r"learner \d.*the loss of mini-batch \d+ is nan: a smaller learning_rate may help", err), err
