@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,36 +15,59 @@ from rudra.bench.ranks import on_ranks, train
 from rudra.benchmark_report import Goal, Report, spread
 from rudra.compute.bank.bursts import BankBursts
 from rudra.compute.bank.recorded import Made
+from rudra.compute.executor import Executor
+from rudra.core.actions import Compute, ExecutorAction, StepReplica
 from rudra.core.bursts import MOST_ROUNDS, Burst, BurstMade
+from rudra.core.events import Computed, ReplicaStepped
 from rudra.job.job import Job
+from rudra.mpi.bursts import Bursts
 from rudra.probe import wrapped
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 SIZES = (1, 8, 32)
-UPDATES = {1: 5_000, MOST_ROUNDS: 20_000}
-"""Number of updates in a burst, K -> number of updates of a run."""
+ASKED = 0
+"""Instead of a number of rounds: the learners are asked for each step."""
+
+ROUNDS = {
+    "updates": {1: 5_000, MOST_ROUNDS: 20_000},
+    "local steps": {ASKED: 2_000, MOST_ROUNDS: 20_000},
+}
+"""Kind of rounds -> number of rounds in a burst, K -> number of rounds of a run."""
+
+PERIOD = 10 * MOST_ROUNDS + 1
+"""Mini-batches of an epoch, and of its only period, if rounds are local steps. The learners compute its last one."""
 
 ROWS_GOAL = 200_000
 
 
 def run(*, quick: bool) -> Report:
-    """Measures processor time per update on one rank, from the second tenth of a run on.
+    """Measures processor time per round on one rank, from the second tenth of a run on.
 
-    All roles are on this rank. Each update has a row for itself, and three for each learner.
+    All roles are on this rank. Each update has a row for itself, and three for each learner. Each local step has a row
+    for each learner.
     """
-    updates = {1: 200, MOST_ROUNDS: 640} if quick else UPDATES
-    found = on_ranks(measure, updates=[*updates.items()], sizes=SIZES[:1] if quick else SIZES, rounds=1 if quick else 5)
-    report = Report(["learners m", "updates in a burst K", "µs per update", "µs per update and learner", "rows/s"])
-    for m, count, taken in found[0]["figures"]:
-        us = spread(np.array(taken) * 1e6)
-        rate = (3 * m + 1) / us.median * 1e6
-        report.rows.append((m, count, us, us.median / m, round(rate)))
+    rounds = (
+        {"updates": {1: 200, MOST_ROUNDS: 640}, "local steps": {ASKED: 200, MOST_ROUNDS: 1_300}} if quick else ROUNDS
+    )
+    settings = [(kind, count, number) for kind, counts in rounds.items() for count, number in counts.items()]
+    sizes, turns = (SIZES[:1], 1) if quick else (SIZES, 5)
+    found = on_ranks(measure, settings=settings, sizes=sizes, turns=turns)
+    report = Report(
+        ["learners m", "rounds", "rounds in a burst K", "µs per round", "µs per round and learner", "rows/s"]
+    )
+    for m, kind, count, taken in found[0]["figures"]:
+        us, updates = spread(np.array(taken) * 1e6), kind == "updates"
+        rate = (3 * m + 1 if updates else m) / us.median * 1e6
+        report.rows.append((m, kind, count or "asked", us, us.median / m, round(rate)))
+        if count == ASKED:
+            continue
         goal = 60 + 4 * m if count == 1 else 5
-        report.goals.append(Goal(f"m = {m}, K = {count}: at most {goal} µs per update", [us.median], at_most=goal))
+        about = f"m = {m}, K = {count}, {kind}"
+        report.goals.append(Goal(f"{about}: at most {goal} µs per round", [us.median], at_most=goal))
         if count > 1:
-            report.goals.append(Goal(f"m = {m}: {ROWS_GOAL:,} rows/s", [rate], at_least=ROWS_GOAL))
+            report.goals.append(Goal(f"{about}: {ROWS_GOAL:,} rows/s", [rate], at_least=ROWS_GOAL))
     return report
 
 
@@ -54,40 +78,58 @@ def samples(count: int) -> tuple[TensorDataset, TensorDataset]:
 
 
 def measure(
-    comm: "MPI.Comm", directory: Path, updates: list[tuple[int, int]], sizes: list[int], rounds: int
+    comm: "MPI.Comm", directory: Path, settings: list[tuple[str, int, int]], sizes: list[int], turns: int
 ) -> dict[str, Any]:
-    """Measures on the first rank. Returns (m, K, seconds of an update in each round) for each setting."""
+    """Measures on the first rank. Returns (m, kind, K, seconds of a round in each turn) for each setting."""
     if comm.rank:
         return {}
-    figures = [(m, count, list[float]()) for m in sizes for count, _ in updates]
-    for _ in range(rounds):
-        for m, count, taken in figures:
-            taken.append(update_s(directory / "run.h5", m, count, dict(updates)[count]))
-    return {"figures": figures}
+    figures = [(m, *setting, list[float]()) for m in sizes for setting in settings]
+    for _ in range(turns):
+        for m, kind, count, rounds, taken in figures:
+            taken.append(round_s(directory / "run.h5", m, kind, count, rounds))
+    return {"figures": [(m, kind, count, taken) for m, kind, count, _, taken in figures]}
 
 
-def update_s(path: Path, learners: int, count: int, updates: int) -> float:
-    """Returns the processor time of an update in a run whose bursts have `count` updates."""
+def round_s(path: Path, learners: int, kind: str, count: int, rounds: int) -> float:
+    """Returns the processor time of a round in a run whose bursts have `count` rounds."""
     from mpi4py import MPI
 
-    marks: list[tuple[float, int]] = []
+    marks: list[tuple[float, int]] = []  # processor time and mini-batch of the first learner
 
-    def instead(begin: Callable[..., Made]) -> Callable[..., Made]:
+    def begin(begin: Callable[..., Made]) -> Callable[..., Made]:
         def nothing(making: BankBursts, burst: Burst) -> Made:
-            marks.append((time.process_time(), burst.timestamp))
+            marks.append((time.process_time(), burst.learners[0][0]))
             return Made(burst.rounds, burst.averages, _nothing(burst, 1.0 if count == 1 else 0.0))
 
         return nothing
 
+    def perform(perform: Callable[..., Any]) -> Callable[..., Any]:
+        def nothing(executor: Executor, action: ExecutorAction) -> Any:
+            if isinstance(action, Compute):
+                marks.append((time.process_time(), action.step))
+                return iter((Computed(action.step, 0.5, 0.5, action.work.count),))
+            return iter((ReplicaStepped(0.0, 0.1),)) if isinstance(action, StepReplica) else perform(executor, action)
+
+        return nothing
+
+    def holds(holds: Callable[..., bool]) -> Callable[..., bool]:
+        return (lambda *_: False) if count == ASKED else holds
+
+    period = PERIOD if kind == "local steps" else 1
+    epochs, steps = (-(-rounds // period), period) if period > 1 else (1, rounds)
     job = Job(
         name="records",
         model={"name": "mlp"},
-        data={"name": samples, "options": {"count": updates * learners}, "classes": 2},
-        training={"epochs": 1, "minibatch_size": 1, "evaluate": False},
+        data={"name": samples, "options": {"count": steps * learners}, "classes": 2},
+        training={"epochs": epochs, "minibatch_size": 1, "evaluate": False},
         protocol={"name": "sma"},
+        averaging={"period": period},
         cluster={"learners": learners, "learners_per_device": learners, "bank": "loop", "one_rank": True},
     )
-    with wrapped(BankBursts, "begin", instead):
+    probes = (BankBursts, "begin", begin), (Executor, "perform", perform), (Bursts, "holds", holds)
+    with ExitStack() as stack:
+        for probe in probes:
+            stack.enter_context(wrapped(*probe))
         train(job, path, MPI.COMM_SELF).close()
     (began, first), (ended, last) = marks[len(marks) // 10], marks[-1]
     return (ended - began) / (last - first)
@@ -96,7 +138,8 @@ def update_s(path: Path, learners: int, count: int, updates: int) -> float:
 def _nothing(burst: Burst, seconds: float) -> Iterator[BurstMade]:
     """Yields the results of a burst that computes nothing and says that it took so long, which limits the next ones."""
     losses, distances, digests = _figures(burst.rounds, burst.period, len(burst.learners))
-    yield BurstMade(burst, losses, losses, distances, digests, seconds, 0.0, 0.0)
+    updates = len(burst.weight_rates)
+    yield BurstMade(burst, losses, losses, distances[:updates], digests[:updates], seconds, 0.0, 0.0)
 
 
 @cache

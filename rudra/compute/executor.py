@@ -161,6 +161,7 @@ class Executor:
         """Whether the role computes on its buffers directly and not on copies on a GPU."""
         return self._stage is None
 
+    @probed
     def perform(self, action: ExecutorAction) -> Iterator[Event | Pending | None]:
         """Performs a local action.
 

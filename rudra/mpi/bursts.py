@@ -17,6 +17,7 @@ from rudra.core.actions import Action, Compute
 from rudra.core.bursts import BurstMade
 from rudra.core.events import Event
 from rudra.job.job import Job
+from rudra.probe import probed
 from rudra.roles import Machine
 from rudra.roles.averaging import Averager
 from rudra.roles.bursts import BankRecords
@@ -66,6 +67,7 @@ class Bursts:
         self._most = 1  # mini-batches of each learner in the next burst
         self._asks = False  # whether the learners must compute the next mini-batch by themselves
 
+    @probed
     def holds(self, role: int, action: Action) -> bool:
         """Returns whether a learner's request is held back, because a burst may begin with it."""
         machine = self._machines.get(role)

@@ -51,13 +51,17 @@ class BankRecords:
         self._samples = np.array([work.count for work in works])
         self._numbers = [learner.log.learner for learner in learners]
         self._reports_minibatches = self._leader.ledger.rules.job.results.minibatches
-        # Tables with room for the longest burst. They already hold the numbers that never change.
-        longest = MOST_ROUNDS * (self._rule.period if self._updating else 1)
-        self._minibatches = np.zeros((longest, len(learners)), records.MINIBATCH)
-        self._minibatches["learner"], self._minibatches["samples"] = self._numbers, self._samples
-        self._place = np.arange(longest)
+        self._make_room(MOST_ROUNDS)
         if self._updating:
             self._prepare_updates([work.stream for work in works])
+
+    # Tables with room for the longest burst. They already hold the numbers that never change.
+
+    def _make_room(self, steps: int) -> None:
+        """Makes the table of mini-batches."""
+        self._minibatches = np.zeros((steps, len(self._learners)), records.MINIBATCH)
+        self._minibatches["learner"], self._minibatches["samples"] = self._numbers, self._samples
+        self._place = np.arange(steps)
 
     def _prepare_updates(self, streams: Sequence[int]) -> None:
         """Makes the tables of updates."""
@@ -144,6 +148,8 @@ class BankRecords:
         """Enters rounds whose losses count."""
         count, period, _ = event.losses.shape
         steps, round_s = count * period, event.seconds / count
+        if steps > len(self._place):
+            self._make_room(steps)
         ends = now - self._leader.ledger.clock.start_time - round_s * self._place[:count][::-1]  # of rounds, evenly
         before = event.burst.timestamp + self._place[:count] * event.burst.averages
         if self._reports_minibatches:
