@@ -39,6 +39,8 @@ ROUNDS = {
 PERIOD = 10 * MOST_ROUNDS + 1
 """Mini-batches of an epoch, and of its only period, if rounds are local steps. The learners compute its last one."""
 
+QUICK = {"updates": {1: 200, MOST_ROUNDS: 640}, "local steps": {ASKED: 200, MOST_ROUNDS: 1_300}}
+
 ROWS_GOAL = 200_000
 
 
@@ -48,15 +50,11 @@ def run(*, quick: bool) -> Report:
     All roles are on this rank. Each update has a row for itself, and three for each learner. Each local step has a row
     for each learner.
     """
-    rounds = (
-        {"updates": {1: 200, MOST_ROUNDS: 640}, "local steps": {ASKED: 200, MOST_ROUNDS: 1_300}} if quick else ROUNDS
-    )
-    settings = [(kind, count, number) for kind, counts in rounds.items() for count, number in counts.items()]
+    rounds = (QUICK if quick else ROUNDS).items()
+    settings = [(kind, count, number) for kind, counts in rounds for count, number in counts.items()]
     sizes, turns = (SIZES[:1], 1) if quick else (SIZES, 5)
     found = on_ranks(measure, settings=settings, sizes=sizes, turns=turns)
-    report = Report(
-        ["learners m", "rounds", "rounds in a burst K", "µs per round", "µs per round and learner", "rows/s"]
-    )
+    report = Report(["learners m", "rounds", "K of a burst", "µs per round", "µs per round and learner", "rows/s"])
     for m, kind, count, taken in found[0]["figures"]:
         us, updates = spread(np.array(taken) * 1e6), kind == "updates"
         rate = (3 * m + 1 if updates else m) / us.median * 1e6
