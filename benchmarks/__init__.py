@@ -64,8 +64,8 @@ BENCHMARKS = {  # name -> comparison and goal
         "no goal",
     ),
     "bank_records": (
-        "time of the host for the records of a bank whose learners compute nothing, in bursts of 1 and 64 updates",
-        "per update: <= 60 µs + 4 µs a learner, <= 5 µs in bursts of 64; >= 200,000 rows/s",
+        "time of the host for the records of a bank whose learners compute nothing: bursts of updates and local steps",
+        "per round: <= 60 µs + 4 µs a learner in bursts of 1, <= 5 µs in bursts of 64; >= 200,000 rows/s",
     ),
     "growth": (
         "banks that grow while they train (cluster.learners_per_device = 'auto'), against a sweep of fixed sizes",
