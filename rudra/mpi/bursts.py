@@ -26,6 +26,9 @@ from topologies import Plan
 LONGEST_S = 0.05
 """Time that a burst should take at most, because events for its learners wait."""
 
+FEWEST_STEPS = 2
+"""Fewest local steps for which learners are held back. For a single one it takes less time to ask them."""
+
 
 class Bursts:
     """Bursts of a rank.
@@ -73,7 +76,8 @@ class Bursts:
         machine = self._machines.get(role)
         if not isinstance(action, Compute) or not isinstance(machine, Averager):
             return False
-        if not machine.local_steps and (machine.made.count or not self._alone):
+        begins_update = self._alone and not machine.made.count
+        if machine.local_steps < FEWEST_STEPS and not begins_update:
             return False
         self._held[role] = action
         return True
@@ -123,10 +127,8 @@ class Bursts:
         if self._under_way:
             return
         self._asks = not steps
-        if self._postponed or self._asks:
+        if self._postponed or self._asks or (not self._events and not self._go()):
             self._wake_up()
-        elif not self._events:
-            self._go()
 
     def postpones(self, role: int, event: Event) -> bool:
         """Returns whether an event has to wait for the end of the burst under way. Otherwise all learners are awake."""

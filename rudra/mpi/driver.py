@@ -299,13 +299,13 @@ class Rank:
             if bursts is None or not bursts.postpones(role, event):
                 self._handle(role, event)
             return True
-        if self._poll():
+        if (bursts is not None and bursts.proceed()) or self._poll():
             return True
         if self._control.delivered:
             self._control.ring_delivered()
         if bursts is None:
             return self._advance()
-        return bursts.proceed() or self._advance() or (not self._work.works_for(bursts.learners) and bursts.release())
+        return self._advance() or (not self._work.works_for(bursts.learners) and bursts.release())
 
     def _advance(self) -> bool:
         """Does a piece of long work, or returns False if there is none."""

@@ -152,6 +152,8 @@ def differing(one: dict[str, str], other: dict[str, str]) -> set[str]:
 def test_bursts_give_the_content_of_a_run_whose_learners_are_asked(found: dict[str, Any], name: str) -> None:
     asked, bursts = found[f"{name}: {ASKED}"], found[f"{name}: bursts"]
     assert asked["updates"] == 0 < bursts["updates"]
+    # Learners make the update that ends an epoch by themselves, except for its local steps.
+    assert bool(bursts["local steps"]) == ("period" in name or name == "changes")
     assert bursts["content"] == asked["content"]
 
 
