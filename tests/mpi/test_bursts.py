@@ -26,6 +26,9 @@ ASKED = "asked"
 SEEDS = 250
 """Adverse orders of each job in a campaign."""
 
+LOCAL_SEEDS = 40
+"""Adverse orders of each job on two ranks."""
+
 
 def make_job(name: str = "sma", learners: int = 4, *, ranks: int = 1, **tables: Any) -> rudra.Job:
     """Returns a job. One epoch has 40 updates of four learners with μ = 4.
@@ -199,6 +202,16 @@ def test_all_adverse_orders_give_one_result(name: str) -> None:
     assert len(runs) == SEEDS
     assert all(run["updates"] and not run["refusal"] for run in runs.values())
     assert set().union(*(differing(run["content"], asked) for run in runs.values())) <= ROUNDED.get(name, set())
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", ["streams", "fused", "sma, period 5"])
+def test_all_adverse_orders_of_local_steps_give_one_result(name: str) -> None:
+    ways = [ASKED, *(f"recorded {seed}" for seed in range(LOCAL_SEEDS))]
+    _, runs, _ = on_ranks(burst_runs, jobs={name: LOCAL[name]}, ways=ways, together=True)
+    asked = runs.pop(f"{name}: {ASKED}")["content"]
+    assert len(runs) == LOCAL_SEEDS
+    assert all(run["local steps"] and not run["refusal"] and run["content"] == asked for run in runs.values())
 
 
 JOB = """
