@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from rudra.compute.optim import UpdateRule
+from rudra.compute.optim import Rates, UpdateRule
 
 
 class JoinedSteps:
@@ -25,17 +25,18 @@ class JoinedSteps:
         for each in optimizers:
             self._optimizer.state.update(each.state)  # the same tensors
 
-    def step(self, gradients: Sequence[torch.Tensor], learning_rate: float) -> None:
+    def step(self, gradients: Sequence[torch.Tensor], learning_rate: float, rates: Rates = ()) -> None:
         """Updates the weights of all rules.
 
         Args:
             gradients: (P,) float32 for each rule.
             learning_rate: Rate of this step, the same for all.
+            rates: As for `UpdateRule.step`.
         """
         for rule, gradient in zip(self._rules, gradients, strict=True):
             rule.give(gradient)
-        rates = self._rules[0].rates(learning_rate)
-        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+        used = rates or self._rules[0].rates(learning_rate)
+        for group, rate in zip(self._optimizer.param_groups, used, strict=True):
             group["lr"] = rate
         self._optimizer.step()
         self._optimizer.zero_grad()

@@ -15,6 +15,9 @@ from rudra.errors import ConfigError
 from rudra.job.changes import MOMENTS
 from rudra.job.tables import OPTIMIZERS, OptimizerTable
 
+Rates = Sequence["torch.Tensor"]
+"""Memory of a device, float32, with the learning rate of each optimiser group. Empty: the host gives the rate."""
+
 if TYPE_CHECKING:
     import numpy as np
     import torch
@@ -161,7 +164,7 @@ class UpdateRule:
         gradient: torch.Tensor,
         learning_rate: float,
         norms: tuple[torch.Tensor, torch.Tensor] | None = None,
-        rates: Sequence[torch.Tensor] = (),
+        rates: Rates = (),
     ) -> None:
         """Updates the weights.
 

@@ -19,7 +19,7 @@ from rudra.compute.executor import performs
 from rudra.compute.final_gradients import Ready
 from rudra.compute.graphs import GraphedSteps
 from rudra.compute.learners import LearnerExecutor
-from rudra.compute.optim import UpdateRule
+from rudra.compute.optim import Rates, UpdateRule
 from rudra.compute.owners import OwnerExecutor, ServerExecutor, UpdateResult
 from rudra.compute.step_ahead import StepAhead
 from rudra.compute.tasks import number
@@ -80,12 +80,15 @@ class ElasticExecutor(LearnerExecutor):
         self._inner.change(action.momentum, action.options)
         self._graphed.forget()
 
-    def stepping(self, action: StepReplica, weights: torch.Tensor | None = None) -> Callable[[], tuple[Number, ...]]:
+    def stepping(
+        self, action: StepReplica, weights: torch.Tensor | None = None, rates: Callable[[], Rates] = tuple
+    ) -> Callable[[], tuple[Number, ...]]:
         """Returns the work of a step. It returns the sum of the squares of the difference, or NaN without one.
 
         Args:
             action: The step.
             weights: (size,) float32, the weights. None: they are in the buffer that the action names.
+            rates: Returns the rates as for `UpdateRule.step`.
         """
         rule, parameters = self._rule_for(action.replica), self.parameters
         gradient, replica = self.buffer(action.gradient).vector, self.buffer(action.replica).vector
@@ -114,14 +117,15 @@ class ElasticExecutor(LearnerExecutor):
 
         def work() -> tuple[Number, ...]:
             nonlocal squares
-            squares = 0.0
-            if (sliced := rule.sliced) is not None and replica.is_cpu:  # each slice passes through memory once
+            squares, memory = 0.0, rates()
+            sliced = rule.sliced if replica.is_cpu and not memory else None
+            if sliced is not None:  # each slice passes through memory once
                 sliced.step(before, action.learning_rate, CHUNK, after)
             else:
                 parts = list(slices(0, parameters, CHUNK if replica.is_cpu else parameters))
                 for part in parts:
                     before(part)
-                rule.step(gradient[:parameters], action.learning_rate)
+                rule.step(gradient[:parameters], action.learning_rate, rates=memory)
                 for part in parts:
                     after(part)
             if self.size > parameters:
@@ -212,6 +216,11 @@ class AveragerExecutor(ElasticExecutor, OwnerExecutor):
     def inner_rule(self) -> UpdateRule:
         """Rule that steps the replica."""
         return self._inner
+
+    @property
+    def weight_rule(self) -> UpdateRule:
+        """Rule that updates the weights."""
+        return self._rule
 
     @property
     def steps_repeat(self) -> bool:

@@ -13,7 +13,6 @@ that the roles have seen.
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -25,6 +24,7 @@ from rudra.compute.device.graphs import Graph, NotRecordedError
 from rudra.compute.device.streams import Done, Pending
 from rudra.compute.executor import Executor
 from rudra.compute.gradients import GradientSource
+from rudra.compute.rates import ODD, rounds_alike
 from rudra.compute.weight_samples import CountedSamples
 from rudra.core.actions import Compute, Update
 from rudra.core.work import Work
@@ -42,9 +42,6 @@ WARM = 4
 
 KEPT = 4
 """Most recorded steps, each for a learning rate, if rates are not in the memory of the device."""
-
-ODD = 1 + 2**-30
-"""Factor of the rate in the trial of rates in memory. It gives a rate that float32 rounds."""
 
 VAIN = 3
 """Times in a row that the roles ask for another step at once, after which no more steps are done ahead."""
@@ -407,7 +404,9 @@ class SpeculativeSteps:
         for _ in range(BURSTS):
             here = (self._main_memory(each) for each in (self._rows, self._figures, self._samples.taken))
             self._slots.append(_Slot([torch.empty_like(each) for each in state], *here))
-        self._keep_rates_in_memory(rate * ODD)
+        rates = self._step.rates(odd := rate * ODD)
+        if rounds_alike(partial(self._step.apply, self._vectors[1]), self._all_state, rates, odd):
+            self._rates = [torch.zeros((), device=there) for _ in rates]
         return True
 
     def _main_memory(self, like: torch.Tensor) -> torch.Tensor:
@@ -416,22 +415,6 @@ class SpeculativeSteps:
     def _set_rates(self, rate: float) -> None:
         for memory, value in zip(self._rates, self._step.rates(rate), strict=False):
             memory.fill_(value)
-
-    def _keep_rates_in_memory(self, rate: float) -> None:
-        """Lets recorded steps read their rates in memory, if the optimiser then rounds as usual."""
-        found, rates = [], [torch.zeros((), device=self._device) for _ in self._step.rates(rate)]
-        if not rates:
-            return
-        self._copy_state(self._slots[0])
-        for tried in ([], rates):
-            self._rates = tried
-            self._set_rates(rate)
-            with suppress(RuntimeError, TypeError, ValueError):  # torch refuses such rates
-                self._step.apply(self._vectors[1], rate, self._rates)
-                found.append([each.clone() for each in self._all_state])
-            self._copy_state(self._slots[0], back=True)
-        if len(found) < 2 or not all(torch.equal(*pair) for pair in zip(*found, strict=True)):
-            self._rates = []
 
     def _record(self, rate: float) -> Graph:
         """Records a step. A rate is part of the record if it is not in memory.

@@ -22,7 +22,7 @@ def burst_runs(
     With `together` all ranks take part in each of the jobs.
 
     Returns for each job and way: the content of the result file that does not depend on the time, the numbers of
-    updates and of local steps that this rank made in bursts, and why they were not recorded.
+    updates and of local steps that this rank made in bursts, how many of them a device recorded, and why not all.
     """
     from mpi4py import MPI
 
@@ -34,7 +34,8 @@ def burst_runs(
     from rudra.mpi.bursts import Bursts
 
     plain, makes_bursts, take = DEVICES["cpu"], rudra.mpi.driver.makes_bursts, Bursts.take
-    record, seen = RecordedBursts.__init__, {"updates": 0, "local steps": 0}
+    none = {"updates": 0, "local steps": 0, "recorded": 0}
+    record, begin, seen = RecordedBursts.__init__, RecordedBursts.begin, dict(none)
     made: list[RecordedBursts] = []
 
     def count(bursts: Bursts, event: Any) -> None:
@@ -45,11 +46,17 @@ def burst_runs(
         made.append(recorded)
         record(recorded, *about, **named)
 
+    def begun(recorded: RecordedBursts, burst: Any) -> Any:
+        if (made := begin(recorded, burst)) is not None:
+            seen["recorded"] += made.rounds
+        return made
+
     Bursts.take, RecordedBursts.__init__ = count, note  # type: ignore[method-assign]
+    RecordedBursts.begin = begun  # type: ignore[method-assign]
     found: dict[str, Any] = {}
     for name, job in [*jobs.items()] if together else [*jobs.items()][comm.rank :: comm.size]:
         for way in ways:
-            seen |= {"updates": 0, "local steps": 0}
+            seen |= none
             made[:] = []
             rudra.mpi.driver.makes_bursts = makes_bursts if way != "asked" else lambda *_: False
             seed = int(way.partition(" ")[2] or 0)

@@ -133,7 +133,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return {key: value for rank in made for key, value in rank.items()}
 
 
-SOME = ["sma, period 3", "average, period 2", "streams", "fused", "dropout", "momentum", "dormant"]
+SOME = ["sma, period 3", "average, period 2", "streams", "fused", "dropout", "rates by update", "momentum", "dormant"]
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +164,7 @@ def test_bursts_give_the_content_of_a_run_whose_learners_are_asked(found: dict[s
 def test_recorded_bursts_give_the_content_of_a_run_whose_learners_are_asked(found: dict[str, Any], name: str) -> None:
     recorded, asked = found[f"{name}: recorded 1"], found[f"{name}: {ASKED}"]
     assert recorded["updates"] > 0
+    assert (recorded["recorded"] > recorded["updates"] / 2) == (name not in NOT_RECORDED)
     assert differing(recorded["content"], asked["content"]) <= ROUNDED.get(name, set())
     assert recorded["refusal"] == NOT_RECORDED.get(name, "")
 
@@ -188,6 +189,7 @@ def test_recorded_local_steps_give_the_content_of_a_run_whose_learners_are_asked
 ) -> None:
     recorded, asked = local[f"{of_ranks}: recorded 1"], local[f"{of_ranks}: {ASKED}"]
     assert all(recorded["local steps"])
+    assert (recorded["recorded"] > recorded["local steps"][0] / 2) == (of_ranks not in NOT_RECORDED)
     assert recorded["content"] == asked["content"]
     assert recorded["refusal"] == NOT_RECORDED.get(of_ranks, "")
 

@@ -47,19 +47,19 @@ class LaneUpdates:
         loss, wrong, _ = source.model.pass_to_record(inputs, target, executor.buffer(GRADIENT).vector)
         notes.losses[:, place].index_copy_(0, number, notes.row_of(loss, wrong)[None])
 
-    def steps(self, do: Do, notes: Notes, action: StepReplica, update: int) -> None:
+    def steps(self, do: Do, notes: Notes, action: StepReplica, step: int) -> None:
         for place, executor in enumerate(self._learners):
-            work = executor.stepping(action, self._central)
+            work = executor.stepping(action, self._central, partial(notes.rates_of, step))
             if action.difference:
-                do(self._lane(place), partial(self._noting, work, notes, place, update), (0,))
+                do(self._lane(place), partial(self._noting, work, notes, place, step), (0,))
             else:
                 do(self._lane(place), work, ())
 
-    def _noting(self, step: Callable[[], tuple[Number, ...]], notes: Notes, place: int, update: int) -> None:
+    def _noting(self, work: Callable[[], tuple[Number, ...]], notes: Notes, place: int, step: int) -> None:
         """Makes a step, and notes the square of the distance."""
-        (squares,) = step()
+        (squares,) = work()
         assert isinstance(squares, torch.Tensor)
-        notes.squares[:, place].index_copy_(0, notes.number + update, squares.reshape(1))
+        notes.squares[:, place].index_copy_(0, notes.round_of(step), squares.reshape(1))
 
     def average(self, samples: Sequence[int]) -> None:
         vectors = [executor.buffer(DIFFERENCE).vector for executor in self._learners]

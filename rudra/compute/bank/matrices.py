@@ -56,17 +56,17 @@ class MatrixUpdates:
             raise RuntimeError("the model draws random numbers")
         notes.losses.index_copy_(0, number, torch.stack([notes.row_of(*each) for each in noted])[None])
 
-    def steps(self, do: Do, notes: Notes, action: StepReplica, update: int) -> None:
-        do(1, partial(self._step, notes, action, update), (0,) if action.difference else ())
+    def steps(self, do: Do, notes: Notes, action: StepReplica, step: int) -> None:
+        do(1, partial(self._step, notes, action, step), (0,) if action.difference else ())
 
-    def _step(self, notes: Notes, action: StepReplica, update: int) -> None:
+    def _step(self, notes: Notes, action: StepReplica, step: int) -> None:
         """Steps all replicas as `ElasticExecutor.step` does."""
         early = action.elasticity is not None
         if action.difference and early:
-            self._differ(notes, update)
-        self._joined.step(self._vectors(GRADIENT), action.learning_rate)
+            self._differ(notes, step)
+        self._joined.step(self._vectors(GRADIENT), action.learning_rate, notes.rates_of(step))
         if action.difference and not early:
-            self._differ(notes, update)
+            self._differ(notes, step)
         elif action.elasticity:
             torch._foreach_add_(self._trained(REPLICA), self._trained(DIFFERENCE), alpha=action.elasticity)
         if self._first.size > self._first.parameters:
@@ -78,13 +78,13 @@ class MatrixUpdates:
         """Returns the buffers of the models, behind their parameters."""
         return [vector[self._first.parameters :] for vector in self._vectors(name)]
 
-    def _differ(self, notes: Notes, update: int) -> None:
+    def _differ(self, notes: Notes, step: int) -> None:
         """Computes the differences between the central model and all replicas, and notes the squares of their norms."""
         differences = self._trained(DIFFERENCE)
         torch._foreach_copy_(differences, self._central)
         torch._foreach_sub_(differences, self._trained(REPLICA))
         squares = torch.stack(torch._foreach_norm(differences)).double().square()
-        notes.squares.index_copy_(0, notes.number + update, squares[None])
+        notes.squares.index_copy_(0, notes.round_of(step), squares[None])
 
     def average(self, samples: Sequence[int]) -> None:
         vectors = self._vectors(DIFFERENCE)

@@ -26,6 +26,8 @@ from rudra.compute.device.devices import kind_of
 from rudra.compute.device.faults import memory_text
 from rudra.compute.device.graphs import Graph, NotRecordedError
 from rudra.compute.device.streams import Number, Pending, until_done
+from rudra.compute.optim import Rates, UpdateRule
+from rudra.compute.rates import ODD, rounds_alike
 from rudra.compute.replicas import AveragerExecutor
 from rudra.compute.weight_samples import CountedSamples
 from rudra.core.actions import StepReplica
@@ -57,12 +59,16 @@ class _Slot:
 
     Attributes:
         rows: (K·τ, Σμ, 1 or 4) int64, which samples the learners take in each step.
+        rates: (K·τ, …) float32, rates of each step of the replicas.
+        weight_rates: (K, …) float32, rates of each update of the weights.
         losses: (K·τ, m, 2) float64, loss and wrong samples.
         squares: (K, m) float64, square of the distance of each replica in each update.
         samples: (K, …) float32, samples of the weights.
     """
 
     rows: torch.Tensor
+    rates: torch.Tensor
+    weight_rates: torch.Tensor
     losses: torch.Tensor
     squares: torch.Tensor
     samples: torch.Tensor
@@ -74,12 +80,15 @@ class Notes:
     Args:
         period: Mini-batches of each learner in a round, τ.
         counts: Samples of a mini-batch of each learner.
+        groups: Number of optimiser groups of a replica, and of the weights.
         width: Numbers that identify a sample.
         size: Number of elements of the weights.
         device: The device.
 
     Attributes:
         rows: (K·τ, Σμ, width) int64.
+        rates, weight_rates: (K·τ, groups) and (K, groups) float32, rates of steps of the replicas, and of updates.
+        keeps_rates: Whether the work reads its rates there. If not, they are part of a graph.
         losses: (K·τ, m, 2) float64, loss and wrong samples.
         squares: (K, m) float64, square of the distance of each replica in each update.
         samples: Samples of the weights.
@@ -87,8 +96,19 @@ class Notes:
         places: Place of each learner's samples in a row.
     """
 
-    def __init__(self, period: int, counts: Sequence[int], width: int, size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        period: int,
+        counts: Sequence[int],
+        groups: tuple[int, int],
+        width: int,
+        size: int,
+        device: torch.device,
+    ) -> None:
         steps, m = MOST_ROUNDS * period, len(counts)
+        self.rates = torch.zeros(steps, groups[0], device=device)
+        self.weight_rates = torch.zeros(MOST_ROUNDS, groups[1], device=device)
+        self.keeps_rates = False
         self.rows = torch.zeros(steps, sum(counts), width, dtype=torch.int64, device=device)
         self.losses = torch.zeros(steps, m, 2, dtype=torch.float64, device=device)
         self.squares = torch.zeros(MOST_ROUNDS, m, dtype=torch.float64, device=device)
@@ -101,6 +121,18 @@ class Notes:
     def step(self, step: int) -> torch.Tensor:
         """Returns the number of a step of the work in the burst, (1,) int64."""
         return self.number * self._period + step
+
+    def round_of(self, step: int) -> torch.Tensor:
+        """Returns the number of the round of such a step, (1,) int64."""
+        return self.number + step // self._period
+
+    def rates_of(self, step: int) -> Rates:
+        """Returns the memory with the rates of the replicas' step, as for `UpdateRule.step`."""
+        return self.rates.index_select(0, self.step(step))[0].unbind() if self.keeps_rates else ()
+
+    def weight_rates_of(self, number: int) -> Rates:
+        """Returns the memory with the rates of the weights in a round of the work, as for `UpdateRule.step`."""
+        return self.weight_rates.index_select(0, self.number + number)[0].unbind() if self.keeps_rates else ()
 
     def row_of(self, loss: Number, wrong: npt.NDArray[Any] | Number | None) -> torch.Tensor:
         """Returns loss and wrong samples of a mini-batch as a row, (2,) float64.
@@ -130,8 +162,8 @@ class Updates(Protocol):
     def gradients(self, do: Do, notes: Notes, step: int) -> None:
         """Appends the gradients of a step of the work."""
 
-    def steps(self, do: Do, notes: Notes, action: StepReplica, update: int) -> None:
-        """Appends the steps of all replicas in a round of the work."""
+    def steps(self, do: Do, notes: Notes, action: StepReplica, step: int) -> None:
+        """Appends a step of all replicas of the work. Its rates may be in the notes."""
 
     def average(self, samples: Sequence[int]) -> None:
         """Averages the differences of all replicas, weighted by samples, into the first of them."""
@@ -176,6 +208,8 @@ class RecordedBursts:
         self._counts: tuple[int, ...] = ()  # samples of the mini-batches that the memory is for
         self._memory: dict[int, tuple[Notes, deque[_Slot]]] = {}  # by period
         self._seen: Counter[tuple[float, ...]] = Counter()
+        self._begun = 0
+        self._keeps: dict[tuple[object, ...], bool] = {}  # whether rates may be in memory
         self.refusal = ""
 
     def begin(self, burst: Burst) -> Made | None:
@@ -186,11 +220,16 @@ class RecordedBursts:
         if len(self._seen) > SEEN:  # a rate of its own for each update, for instance
             self._seen.clear()
         self._seen[rates] += 1
-        if self._seen[rates] <= WARM:
+        self._begun += 1
+        if self._begun <= WARM:
             return None
         try:
-            self._allocate(burst)
-            graphs = self._graphs_for(burst, count)
+            if keeps := self._keeps_rates(burst):
+                count, rates = burst.rounds, ()
+            elif self._seen[rates] <= WARM:
+                return None
+            self._allocate(burst, keeps_rates=keeps)
+            graphs = self._graphs_for(burst, count, rates)
         except Exception as error:
             reason = memory_text(error) or (str(error) if isinstance(error, NotRecordedError) else None)
             if reason is None:
@@ -200,6 +239,7 @@ class RecordedBursts:
             return None
         slot, began = self._slots.popleft(), time.perf_counter()
         self._draw(slot, burst, count)
+        self._enter_rates(slot, burst)
         pending = self._stream.submit(partial(self._do, slot, burst, count, graphs))
         for executor in self._learners:
             executor.buffer(REPLICA).version += count
@@ -232,17 +272,53 @@ class RecordedBursts:
 
     # Memory.
 
-    def _allocate(self, burst: Burst) -> None:
+    def _allocate(self, burst: Burst, *, keeps_rates: bool) -> None:
         """Allocates the memory for bursts with mini-batches of these sizes."""
         counts = tuple(work.count for _, work in burst.learners)
         if counts != self._counts:
             self._counts, self._memory, self._graphs = counts, {}, {}
         if burst.period not in self._memory:
             width = self._first.source.indices_of(*burst.learners[0], 1).shape[1]
-            notes = Notes(burst.period, counts, width, self._first.size, self._device)
-            there = notes.rows, notes.losses, notes.squares, notes.samples.taken
+            groups = len(self._rules[0].rates(0.0)), len(self._rules[1].rates(0.0))
+            notes = Notes(burst.period, counts, groups, width, self._first.size, self._device)
+            there = notes.rows, notes.rates, notes.weight_rates, notes.losses, notes.squares, notes.samples.taken
             self._memory[burst.period] = notes, deque(_Slot(*map(self._main_memory, there)) for _ in range(AHEAD))
         self._notes, self._slots = self._memory[burst.period]
+        self._notes.keeps_rates = keeps_rates
+
+    @property
+    def _rules(self) -> tuple[UpdateRule, UpdateRule]:
+        """Update rules of the replicas and of the weights."""
+        return self._first.inner_rule, self._first.weight_rule
+
+    def _keeps_rates(self, burst: Burst) -> bool:
+        """Returns whether all rates of a burst may be in memory. Then a graph serves any of them.
+
+        Local steps leave the weights alone: an average may be under way.
+        """
+        about = burst.averages, self._first.settings
+        if about not in self._keeps:
+            rate, rules = burst.rates[0] * ODD, zip(self._rules, (REPLICA, WEIGHTS), strict=True)
+            self._keeps[about] = all(
+                rule.takes_rates
+                and rounds_alike(partial(self._try, rule), self._state(rule, name), rule.rates(rate), rate)
+                for rule, name in [*rules][: 1 + burst.averages]
+            )
+        return self._keeps[about]
+
+    def _state(self, rule: UpdateRule, name: str) -> list[torch.Tensor]:
+        return [self._first.buffer(name).vector, *rule.state().values()]
+
+    def _try(self, rule: UpdateRule, rate: float, rates: Rates) -> None:
+        rule.step(self._first.buffer(GRADIENT).vector[: self._first.parameters], rate, rates=rates)
+
+    def _enter_rates(self, slot: _Slot, burst: Burst) -> None:
+        """Enters the rates of all steps and updates."""
+        for rule, rates, into in zip(
+            self._rules, (burst.rates, burst.weight_rates), (slot.rates, slot.weight_rates), strict=True
+        ):
+            if rates:
+                into[: len(rates)] = torch.tensor([rule.rates(rate) for rate in rates], dtype=torch.float64)
 
     def _main_memory(self, like: torch.Tensor) -> torch.Tensor:
         return self._kind.main_memory(like.nbytes).view(like.dtype).view(like.shape)
@@ -260,6 +336,8 @@ class RecordedBursts:
         """Makes rounds, and brings back what is noted."""
         notes, steps, updates = self._notes, count * burst.period, count * burst.averages
         notes.rows[:steps].copy_(slot.rows[:steps], non_blocking=True)
+        notes.rates[:steps].copy_(slot.rates[:steps], non_blocking=True)
+        notes.weight_rates[:updates].copy_(slot.weight_rates[:updates], non_blocking=True)
         notes.number.zero_()
         notes.samples.begin(burst.timestamp + 1)
         for graph in graphs:
@@ -269,8 +347,13 @@ class RecordedBursts:
         slot.samples[:updates].copy_(notes.samples.taken[:updates], non_blocking=True)
         return ()
 
-    def _graphs_for(self, burst: Burst, count: int) -> list[Graph]:
+    def _graphs_for(self, burst: Burst, count: int, rates: tuple[float, ...]) -> list[Graph]:
         """Returns the graphs that make these rounds one after another.
+
+        Args:
+            burst: The burst.
+            count: Number of rounds.
+            rates: Rates that are part of the graphs.
 
         Raises:
             NotRecordedError: They cannot be recorded.
@@ -278,10 +361,10 @@ class RecordedBursts:
         most = max(1, STEPS // (len(self._learners) * burst.period))
         many, single = divmod(count, most)
         sizes = ((most, many), (1, single)) if most > 1 else ((1, count),)
-        return [graph for size, times in sizes if times for graph in [self._graph(burst, size)] * times]
+        return [graph for size, times in sizes if times for graph in [self._graph(burst, size, rates)] * times]
 
-    def _graph(self, burst: Burst, rounds: int) -> Graph:
-        about = burst.averages, _alike(burst)[1], burst.step, burst.elasticity, self._first.settings
+    def _graph(self, burst: Burst, rounds: int, rates: tuple[float, ...]) -> Graph:
+        about = burst.averages, rates, burst.step, burst.elasticity, self._first.settings
         key = rounds, *about, *(each.data_ptr() for each in self._written(averages=burst.averages))
         found = self._graphs.get(key)
         if found is None or not found.is_valid():
@@ -336,7 +419,7 @@ class RecordedBursts:
                 ends = burst.averages and inner + 1 == burst.period
                 ways.gradients(lanes.do, notes, number * burst.period + inner)
                 step = structs.replace(burst.step, learning_rate=rate) if ends else StepReplica(GRADIENT, REPLICA, rate)
-                ways.steps(lanes.do, notes, step, number)
+                ways.steps(lanes.do, notes, step, number * burst.period + inner)
             if burst.averages:
                 lanes.do(0, partial(self._average, burst, number), ways.lanes)
             if burst.averages and burst.elasticity is not None:
@@ -349,7 +432,7 @@ class RecordedBursts:
         """Averages, steps the weights and notes a sample of them, in an update of the work."""
         owner, difference, weights = (self._first, *(self._first.buffer(name).vector for name in (DIFFERENCE, WEIGHTS)))
         self._way.average([work.count for _, work in burst.learners])
-        owner.in_place().apply(difference, burst.weight_rates[0], ())
+        owner.in_place().apply(difference, burst.weight_rates[0], self._notes.weight_rates_of(number))
         self._notes.samples.take(weights, number)
 
 
