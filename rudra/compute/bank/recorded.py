@@ -223,6 +223,7 @@ class RecordedBursts:
         self._begun += 1
         if self._begun <= WARM:
             return None
+        keeps = False
         try:
             if keeps := self._keeps_rates(burst):
                 count, rates = burst.rounds, ()
@@ -234,6 +235,9 @@ class RecordedBursts:
             reason = memory_text(error) or (str(error) if isinstance(error, NotRecordedError) else None)
             if reason is None:
                 raise
+            if keeps and isinstance(error, NotRecordedError):  # perhaps because the optimiser's rates are in memory
+                self._keeps[self._about(burst)] = False
+                return None
             self.refusal = reason
             log.info(f"updates of the bank are not recorded: {error}")
             return None
@@ -291,12 +295,15 @@ class RecordedBursts:
         """Update rules of the replicas and of the weights."""
         return self._first.inner_rule, self._first.weight_rule
 
+    def _about(self, burst: Burst) -> tuple[object, ...]:
+        return burst.averages, self._first.settings
+
     def _keeps_rates(self, burst: Burst) -> bool:
         """Returns whether all rates of a burst may be in memory. Then a graph serves any of them.
 
         Local steps leave the weights alone: an average may be under way.
         """
-        about = burst.averages, self._first.settings
+        about = self._about(burst)
         if about not in self._keeps:
             rate, rules = burst.rates[0] * ODD, zip(self._rules, (REPLICA, WEIGHTS), strict=True)
             self._keeps[about] = all(
