@@ -90,7 +90,7 @@ def check_devices(job: Job, plan: Plan) -> None:
 
     wanted, host = job.cluster.device, socket.gethostname()
     counts = [devices.here(wanted)] * plan.ranks
-    placement.agreed(wanted, plan, counts, [host] * plan.ranks, job.hogbatch.learners_on_cpu(plan))
+    placement.agreed(wanted, plan, counts, [host] * plan.ranks, job.learners_on_cpu(plan))
 
 
 def _check_size(job: Job, plan: Plan) -> None:

@@ -62,7 +62,9 @@ def execute(arguments: argparse.Namespace) -> int:
     rates[3:-1] = ["…"] if len(rates) > 5 else rates[3:-1]
     modulation = protocol.modulation.name
     each, here = job.cluster.threads_per_rank or 1, cores()
-    shared = f"; {counted(job.learners, 'learner')} would share them" if job.learners * each > here else ""
+    on_cpu = len(job.learners_on_cpu(plan)) if job.cluster.accelerated else 0
+    busy = job.learners + on_cpu * (each - 1) if on_cpu else job.learners * each  # a GPU takes one core
+    shared = f"; {counted(job.learners, 'learner')} would share them" if busy > here else ""
     lines = {
         "ranks": f"{plan.ranks}, topology {topology.name}, {counted(job.learners, 'learner')} (λ)",
         "roles": roles(plan),
@@ -74,6 +76,8 @@ def execute(arguments: argparse.Namespace) -> int:
         "epochs": f"{job.training.epochs}, seed {job.training.seed}",
         "threads": f"{each} per learner, {counted(here, 'core')} here{shared}",
     }
+    if told := job.cpu_learners_text(plan):
+        lines["devices"] = f"learners {told} on the CPU, the others on GPUs"
     if told := correction_text(dict(job.protocol)):
         lines["correction"] = f"of each gradient before it is averaged: {told}"
     if plan.scheduled:

@@ -365,7 +365,7 @@ def _batches(job: Job, plan: Plan, training_samples: int) -> Iterator[tuple[str,
     for _, its, its_plan in job.parts(plan):
         if its.scheduled:
             team = its.hogbatch.team(its_plan.learner_numbers)
-            most = max(table.bounds.most for table in [t for t in team if t.device != "cpu"] or team)
+            most = max(team[its_plan.roles[role].index].bounds.most for role in _on_devices(its, its_plan))
             yield f"[hogbatch] workers: max = {most}", min(most, training_samples), its, its_plan
         else:
             most = its.training.minibatch_size
@@ -382,10 +382,17 @@ def at_once(job: Job, plan: Plan) -> Callable[[int], int]:
 
     def samples(mu: int) -> int:
         shared = job.cluster.parts and not job.scheduled
-        parts = [portion(plan, role, mu, job.cluster.parts).count for role in plan.learners] if shared else [mu]
+        learners = _on_devices(job, plan) if shared else ()
+        parts = [portion(plan, role, mu, job.cluster.parts).count for role in learners] or [mu]
         return -(-max(parts) // job.training.microbatches)
 
     return samples
+
+
+def _on_devices(job: Job, plan: Plan) -> list[int]:
+    """Returns the learners that do not stay on the CPU while others use GPUs. If all stay there: all learners."""
+    on_cpu = job.learners_on_cpu(plan)
+    return [learner for learner in plan.learners if learner not in on_cpu] or list(plan.learners)
 
 
 class ResidentSets(NamedTuple):

@@ -1,5 +1,6 @@
 """The tables of a job, with the protocol and the topology that they make."""
 
+from collections.abc import Collection
 from typing import Any, Literal
 
 from pydantic import Field
@@ -139,6 +140,36 @@ class JobFields(Table):
         if active is None and self.cluster.grows:
             active = len(plan.whole.ranks_with_learners)
         return plan.with_active(active, evenly=self.cluster.bank_size is not None)
+
+    def learners_on_cpu(self, plan: topologies.Plan) -> frozenset[int]:
+        """Returns the ids of the learners that compute on the CPU although others may use GPUs, dormant ones too."""
+        plan, wanted = plan.whole, self.cluster.cpu_learners
+        if isinstance(wanted, int) and wanted:
+            on_nodes: dict[int, list[int]] = {}
+            for learner in plan.learners:
+                on_nodes.setdefault(plan.roles[learner].node, []).append(learner)
+            return frozenset(learner for its in on_nodes.values() for learner in its[-wanted:])
+        numbers = {*(wanted or self.hogbatch.on_cpu(plan.learner_numbers))}
+        return frozenset(learner for learner in plan.learners if plan.roles[learner].index in numbers)
+
+    def cpu_learners_text(self, plan: topologies.Plan) -> str:
+        """Returns the numbers of the learners that compute on the CPU while others use GPUs. Empty: there are none."""
+        found = self.learners_on_cpu(plan) if self.cluster.accelerated else ()
+        return ", ".join(str(plan.roles[learner].index) for learner in sorted(found))
+
+    def threads_of(self, plan: topologies.Plan, computing: Collection[int], cores: int) -> int:
+        """Returns the number of torch threads of a rank, if the job does not set it.
+
+        If some learners compute on the CPU and others on GPUs, each of the others takes one core.
+
+        Args:
+            plan: Role assignment.
+            computing: Ranks of a node that compute gradients.
+            cores: Number of cores that they share.
+        """
+        on_cpu = {plan.roles[role].world_rank for role in self.learners_on_cpu(plan) if self.cluster.accelerated}
+        here = len(on_cpu.intersection(computing)) or len(computing)
+        return max(1, (cores - len(computing) + here) // max(1, here))
 
     def make_correction(self) -> protocols.Correction:
         """Makes the job's correction of gradients, without a state.

@@ -203,8 +203,7 @@ class Job(JobFields):
 
         Args:
             learners: λ. None: as in the job, else 4, or the next multiple of the size of a bank.
-            threads_per_rank: number of torch threads of each learner. None: as in the job, else `cores` divided by the
-                number of ranks that compute gradients, at least 1.
+            threads_per_rank: number of torch threads of each learner. None: as in the job, else as `threads_of` says.
             cores: number of processor cores that the learners share.
 
         Raises:
@@ -212,9 +211,12 @@ class Job(JobFields):
         """
         bank = self.cluster.bank_size or 1
         learners = learners or self.cluster.learners or -(-4 // bank) * bank
-        at_once = -(-learners // self.cluster.on_rank(learners))
-        threads = threads_per_rank or self.cluster.threads_per_rank or max(1, cores // at_once)
-        return self.with_(cluster={"learners": learners, "threads_per_rank": threads})
+        job = self if learners == self.cluster.learners else self.with_(cluster={"learners": learners})
+        threads = threads_per_rank or self.cluster.threads_per_rank
+        if threads is None:
+            plan = job.make_topology().plan(learners)
+            threads = job.threads_of(plan, plan.ranks_with_learners, cores)
+        return job.with_(cluster={"threads_per_rank": threads})
 
     def plan(self, nodes: Sequence[int] | None = None) -> topologies.Plan:
         """Returns the roles of the job and their connections. The number of learners must be known.

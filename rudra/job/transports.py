@@ -82,7 +82,11 @@ def refused_because(job: "JobFields", plan: Plan, transport: str) -> str:
     """Returns the feature of a job that a transport does not support. It is empty if the transport supports the job."""
     if transport == "mpi":
         return _refused_by_mpi(job, plan)
+    table = "[[hogbatch.workers]] device = 'cpu'" if job.scheduled else "cpu_learners"
+    on_cpu = table if job.learners_on_cpu(plan) else ""
     if transport == "nccl":
+        if on_cpu:
+            return on_cpu
         if plan.groups and plan.reduction != "mpi":
             return f"[topology] options.reduction = '{plan.reduction}', as NCCL adds in its own order"
         return "" if plan.groups else f"topology {job.make_topology().name}, whose learners do not reduce in groups"
@@ -90,9 +94,7 @@ def refused_because(job: "JobFields", plan: Plan, transport: str) -> str:
         return ""
     if plan.window:
         return "[hogbatch] weights = 'shared'"
-    if job.hogbatch.learners_on_cpu(plan):
-        return "[[hogbatch.workers]] device = 'cpu'"
-    return "" if job.cluster.node_memory else "node_memory = false"
+    return on_cpu or ("" if job.cluster.node_memory else "node_memory = false")
 
 
 def _refused_by_mpi(job: "JobFields", plan: Plan) -> str:

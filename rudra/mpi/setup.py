@@ -23,6 +23,7 @@ from rudra.compute.first_gradient import try_first_gradient
 from rudra.compute.hogwild import give_window, layout_of
 from rudra.compute.learners import LearnerExecutor, ReplicaExecutor
 from rudra.compute.making import make_executors
+from rudra.compute.memory_plan import check_device_memory
 from rudra.compute.owners import OwnerExecutor
 from rudra.compute.pulled_pass import PullingExecutor
 from rudra.core.bucket_rules import held, pairs_of_nodes, passes_early, pulling
@@ -235,8 +236,9 @@ class RankSetup:
 
     @property
     def _deciding(self) -> int:
-        """World rank of the first learner, which decides for all ranks how gradients are computed."""
-        return self.plan.roles[self.plan.learners[0]].world_rank
+        """World rank of the first learner, on a GPU if there is one. It decides how all ranks compute gradients."""
+        first = min(self.plan.learners, key=self.job.learners_on_cpu(self.plan).__contains__)
+        return self.plan.roles[first].world_rank
 
     def _settle(self) -> None:
         """Tries the first gradient and the bank on the rank that decides."""
@@ -274,6 +276,8 @@ class RankSetup:
             text = speeds_text(seconds, self.job.training.minibatch_size, shares)
             log.info(f"{self.job.name}: when all compute, {text}")
         self.job = settle(self.job, gradients=self.job.training.gradients, shares=shares)
+        if self._data.data is not None and self._trial.seconds:
+            check_device_memory(self.job, self.plan, self._data.data, self._device)
 
     def _build(self) -> None:
         source, data = self.plan.roles[self.plan.statistics].world_rank, self._data.data

@@ -22,6 +22,7 @@ INDIFFERENT = (
     "training.target_window",
     "training.stop_at_target",
     "training.patience",
+    "cluster.cpu_learners",
     "cluster.learners_per_rank",
     "cluster.learners_per_device",
     "cluster.streams",

@@ -116,19 +116,19 @@ def fit(job: Job, decided: Decided, ranks: Sequence[RankFacts]) -> ResolvedJob:
     if job.cluster.transport == "ipc" and len({places[role.world_rank] for role in plan.roles}) > 1:
         raise ConfigError(f"[cluster] transport = 'ipc' is not supported between nodes; {IN_MAIN_MEMORY}")
     job = job.resolved(
-        learners=len(plan.learners), threads_per_rank=job.cluster.threads_per_rank or _share(plan, ranks)
+        learners=len(plan.learners), threads_per_rank=job.cluster.threads_per_rank or _share(job, plan, ranks)
     )
     plan = job.active(plan)
     job.check(plan)
     return ResolvedJob(job, plan)
 
 
-def _share(plan: Plan, ranks: Sequence[RankFacts]) -> int:
+def _share(job: Job, plan: Plan, ranks: Sequence[RankFacts]) -> int:
     """Returns the number of cores for each rank that computes gradients, on the node with the fewest."""
     traits = [[plan.traits(role) for role in plan.on_rank(number)] for number in range(len(ranks))]
     computing = [any(kind.trains or kind.concludes for kind in kinds) for kinds in traits]  # one gradient at a time
-    on_node = [sum(computing[i] for i, other in enumerate(ranks) if other.node == rank.node) for rank in ranks]
-    return min(max(1, rank.cores // max(1, count)) for rank, count in zip(ranks, on_node, strict=True))
+    on_node = [[i for i, other in enumerate(ranks) if computing[i] and other.node == rank.node] for rank in ranks]
+    return min(job.threads_of(plan, here, rank.cores) for rank, here in zip(ranks, on_node, strict=True))
 
 
 def choose_devices(
@@ -150,11 +150,7 @@ def choose_devices(
     from rudra.compute.device import placement  # and torch, which a process that starts ranks does without
 
     job, plan = resolved
-    gpus, hosts, on_cpu = (
-        [rank.gpus for rank in ranks],
-        [rank.host for rank in ranks],
-        job.hogbatch.learners_on_cpu(plan),
-    )
+    gpus, hosts, on_cpu = [rank.gpus for rank in ranks], [rank.host for rank in ranks], job.learners_on_cpu(plan)
     kind = placement.agreed(job.cluster.device, plan, gpus, hosts, on_cpu)
     _check_transport(job, plan, kind, ranks)
     places = [rank.node for rank in ranks]

@@ -43,6 +43,7 @@ class Cast:
         node_memory: whether ranks of a node read each other's memory, if the job decides that. None: unknown.
         gradients: format of the gradients, if it is worth mentioning.
         transport: how tensors travel between ranks that compute on GPUs. Empty: there are none.
+        cpu_learners: numbers of the learners that compute on the CPU while others use GPUs. Empty: there are none.
     """
 
     topology: str
@@ -55,6 +56,7 @@ class Cast:
     node_memory: bool | None = None
     gradients: str = ""
     transport: str = ""
+    cpu_learners: str = ""
 
 
 def of_job(job: Job, ranks: int | None = None, sizes: Sequence[int] = ()) -> Cast:
@@ -102,7 +104,8 @@ def _cast(job: Job, plan: Plan, *, near: bool) -> Cast:
     nodes, shared = plan.nodes(near=near), job.cluster.node_memory
     form, transport = form_of_gradients(job, plan, nodes), transport_text(job, plan, nodes)
     about = name, label, plan, nodes, protocol.gradients_per_update
-    return Cast(*about, node_memory=shared, gradients=form, transport=transport)
+    on_cpu = job.cpu_learners_text(plan)
+    return Cast(*about, node_memory=shared, gradients=form, transport=transport, cpu_learners=on_cpu)
 
 
 def of_results(results: Results) -> Cast | None:
@@ -127,7 +130,8 @@ def of_results(results: Results) -> Cast | None:
     shared = job.get("cluster", {}).get("node_memory") if real else None
     transports = parsed(about.get("transport") or "")
     text = "" if transports is None else transports.text(nodes, node_memory=bool(shared))
-    return Cast(name, label, plan, nodes, about["gradients_per_update"], hosts, idle, shared, transport=text)
+    found = Cast(name, label, plan, nodes, about["gradients_per_update"], hosts, idle, shared, transport=text)
+    return replace(found, cpu_learners=about.get("cpu_learners") or "")
 
 
 def of_file(path: Path) -> Cast:
@@ -167,6 +171,7 @@ def as_text(cast: Cast, *, everything: bool = False) -> str:
         parts += [head, *(f"  {name:{width}}  {rest}".rstrip() for name, rest in tree), ""]
     parts += ["nodes:", *_placement(cast, everything=everything), "", *summary(plan, cast.per_update)]
     parts += [f"gradients: {cast.gradients}"] if cast.gradients else []
+    parts += [f"devices: learners {cast.cpu_learners} on the CPU, the others on GPUs"] if cast.cpu_learners else []
     parts += [f"transport: {cast.transport}"] if cast.transport else []
     parts += [f"shared memory: {shared}"] if (shared := sharing(cast)) else []
     return "\n".join(parts)

@@ -35,6 +35,7 @@ RESUME_MAY_CHANGE = (
     "training.evaluate",
     "training.evaluate_training_set",
     "training.evaluation_batch_size",
+    "cluster.cpu_learners",
     "cluster.learners_per_rank",
     "cluster.learners_per_device",
     "cluster.streams",

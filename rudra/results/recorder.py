@@ -72,6 +72,7 @@ ATTRIBUTES = {  # root attribute of a result file -> its meaning, shown in `docs
     "seed": "seed of weights, sampling, dropout and simulated time",
     "threads_per_rank": "threads that torch had on each learner",
     "device": "device that gradients were computed on",
+    "cpu_learners": "numbers of the learners that computed on the CPU while others used GPUs, else empty",
     "device_model": "model of the GPUs that computed; empty on CPUs",
     "transport": "how tensors travelled between ranks that computed on GPUs: `nccl` if groups reduced by it, then the "
     "transports within a node and between nodes, `ipc`, `mpi` or `staged`; empty without such ranks",
@@ -266,6 +267,7 @@ def attributes(
         "threads_per_rank": job.cluster.threads_per_rank,
         "device": job.cluster.device,
         "device_model": "",
+        "cpu_learners": job.cpu_learners_text(plan) if driver == "mpi" else "",  # virtual time has one device
         "transport": "",
         "flush_denormals": job.cluster.flush_denormals,
         "replayable": obstacle is None,
@@ -321,11 +323,11 @@ def not_replayable(job: Job, plan: Plan, driver: str) -> str | None:
         return "workers overwrote weights ([hogbatch] gpu_write = 'overwrite'), which no server does"
     if job.hogbatch.shares_weights and (job.optimizer.warm_up or job.optimizer.schedule_every == "update"):
         return "workers had rates of when they got work ([optimizer] warm_up or schedule_every = 'update'), in a window"
+    if job.hogbatch.shares_weights and driver == "mpi" and (on_cpu := job.cpu_learners_text(plan)):
+        return f"workers {on_cpu} computed on the CPU, and others on device {job.cluster.device}, in a window"
     if job.cluster.device != "cpu" and not job.cluster.deterministic:
         kernels = f"device {job.cluster.device}, whose kernels may add in another order each time"
         return f"{kernels} without [cluster] deterministic = true"
-    if job.cluster.device != "cpu" and job.hogbatch.learners_on_cpu(plan):
-        return f"some workers computed on the CPU, and others on device {job.cluster.device}"
     if job.cluster.fused and plan.served:
         return "learners that were ready at the same time computed together ([cluster] bank = fused)"
     if driver == "simulation" and not job.simulation.tensors:

@@ -38,6 +38,7 @@ _ATTRIBUTES: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(
         ("device_model", "transport", "not_replayable", "python_objects", "initial_weights_sha256", "processor"), str
     ),
+    "cpu_learners": str,
     **dict.fromkeys(("format_version", "learners", "minibatch_size", "n", "epochs", "gradients_per_update"), int),
     **dict.fromkeys(("records", "threads_per_rank", "training_samples", "classes", "step_bytes", "bucket_bytes"), int),
     **dict.fromkeys(("begins_at", "cores_per_node", NORMS_EVERY), int),

@@ -22,7 +22,8 @@ from tqdm import tqdm
 from rudra.compute import models
 from rudra.compute.device import placement
 from rudra.compute.device.devices import DEVICES
-from rudra.compute.executor import torch_as_in
+from rudra.compute.device.kind import CPU
+from rudra.compute.executor import Executor, torch_as_in
 from rudra.compute.making import make_executors
 from rudra.compute.owners import OwnerExecutor
 from rudra.core.actions import TableName
@@ -217,16 +218,20 @@ def _repeat(
     _check_data(record, loaded)
     info = loaded.info
     on_ranks, ran_by = record.attributes["driver"] == "mpi", parsed(record.attributes.get("transport") or "")
-    executors = make_executors(
-        job,
-        plan,
-        tuple(range(len(plan.roles))),
-        loaded,
-        prefetch=False,
-        device=device,
-        placing=placement.placing(device, plan, transport=ran_by and ran_by.within) if on_ranks else "device",
-        first_weights=final_weights,
-    )
+    on_cpu = job.learners_on_cpu(plan) if on_ranks and job.cluster.accelerated else frozenset()
+    roles = [role for role in range(len(plan.roles)) if role not in on_cpu]
+    executors: dict[int, Executor] = {}
+    for own, there in ((device, roles), (CPU, sorted(on_cpu))) if on_cpu else ((device, roles),):
+        executors |= make_executors(
+            job,
+            plan,
+            tuple(there),
+            loaded,
+            prefetch=False,
+            device=own,
+            placing=placement.placing(own, plan, transport=ran_by and ran_by.within) if on_ranks else "device",
+            first_weights=final_weights,
+        )
     for executor in executors.values():
         executor.prepare()
     tensors = bank_tensors(job, plan, executors)

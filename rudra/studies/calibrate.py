@@ -194,7 +194,7 @@ def _timed(job: Job) -> Job:
         changes=(),
         placement={"cut": None},
         topology={"name": "base", "options": {}},
-        cluster={"learners_per_rank": 1, "shares": (), **_NO_BANKS},
+        cluster={"learners_per_rank": 1, "cpu_learners": 0, "shares": (), **_NO_BANKS},
         protocol={"name": "async", "n": None, "modulation": "none", "options": {}},
         hogbatch=HogbatchTable().model_dump(),
         averaging=AveragingTable().model_dump(),

@@ -95,17 +95,26 @@ def priority(output: Any, target: torch.Tensor) -> float:
 
 
 class Uneven(Digits):
-    """Takes 5 ms for a sample, and on rank 2 three times that; in virtual time nothing."""
+    """Takes 5 ms for a sample, and on rank 2 some times that; in virtual time nothing."""
+
+    slow = 3
 
     def __getitems__(self, indices: list[int]) -> list[tuple[torch.Tensor, int]]:
         if world_size() is not None:
             slow = os.environ.get("OMPI_COMM_WORLD_RANK") == "2"
-            time.sleep(len(indices) * (0.015 if slow else 0.005))
+            time.sleep(len(indices) * 0.005 * (self.slow if slow else 1))
         return [self[index] for index in indices]
 
 
 def uneven() -> tuple[Digits, Digits]:
     return Uneven(240), Digits(60)
+
+
+def unlike() -> tuple[Digits, Digits]:
+    """As on a device that is four times as fast as the CPU of rank 2."""
+    data = Uneven(240)
+    data.slow = 4
+    return data, Digits(60)
 
 
 def delayed() -> tuple[Digits, Digits]:
@@ -627,6 +636,50 @@ def run_on_devices(
     Transfers._land, Exchange.taken = land_late, take_late  # type: ignore[method-assign]
     GroupReduction._begin = begin_reduction  # type: ignore[method-assign]
     return run_ranks(**payload)[0]
+
+
+def launch_beside_a_cpu(rank: int) -> None:
+    """Lets a rank compute on a late device, the only one of its kind, and all other ranks on the CPU."""
+    from rudra.compute.device.devices import DEVICES
+    from rudra.mpi import launch
+
+    plain = launch.launch
+
+    def launched(*about: Any, payload: dict[str, Any], **more: Any) -> Any:
+        return plain(*about, payload=partial(run_beside_a_cpu, rank, payload), **more)
+
+    launch.launch, DEVICES["cuda"] = launched, _one_device(1)
+
+
+def _one_device(count: int, seed: int = 0) -> Any:
+    """A late device, of which a process sees this number."""
+    from rudra.compute.device.adverse import AdverseDevice
+
+    device = AdverseDevice(seed)
+    device.count = lambda: count  # type: ignore[method-assign]
+    return device
+
+
+def run_beside_a_cpu(rank: int, payload: dict[str, Any]) -> int:
+    from mpi4py import MPI
+
+    from rudra.compute.device.devices import DEVICES
+    from rudra.mpi import setup
+    from rudra.mpi.session import run_ranks
+
+    here = MPI.COMM_WORLD.rank == rank
+    DEVICES["cuda"], make = _one_device(int(here), MPI.COMM_WORLD.rank), setup.make_executors
+
+    def staged(*arguments: Any, **keywords: Any) -> Any:
+        assert keywords["device"].type == "cpu"  # torch has no other
+        return make(*arguments, **{**keywords, "placing": "staged"})
+
+    if here:
+        DEVICES["cpu"], setup.make_executors = DEVICES["cuda"], staged
+    code = run_ranks(**payload)[0]
+    device = DEVICES["cuda"]
+    assert code or (device.asked > 0) is here, "the other learner uses no device"
+    return code
 
 
 def launch_with_mortal_server(sends: int) -> None:

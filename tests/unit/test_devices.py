@@ -98,7 +98,7 @@ def test_workers_that_stay_on_the_cpu_need_no_gpu_and_take_none() -> None:
     plan, places = fitted([0, 0, 0, 0, 0]), [0, 0, 0, 0, 1]
     workers = [{"learners": [0, 2], "kind": "small", "device": "cpu"}, {"kind": "large"}]
     job = Job(protocol={"name": "hogbatch"}, hogbatch={"workers": workers}, cluster={"learners": 3, "device": "cuda"})
-    on_cpu = job.hogbatch.learners_on_cpu(plan)
+    on_cpu = job.learners_on_cpu(plan)
     assert on_cpu == {plan.learners[0], plan.learners[2]}
     assert agreed("cuda", plan, [0, 0, 0, 1, 0], ["a"] * 5, on_cpu) == "cuda"
     with pytest.raises(ConfigError, match="torch sees no GPU for learner 1 "):
@@ -106,7 +106,7 @@ def test_workers_that_stay_on_the_cpu_need_no_gpu_and_take_none() -> None:
     found = [of_rank("cuda", rank, plan, places, 2, on_cpu).type for rank in range(5)]
     assert found == ["cpu", "cuda", "cpu", "cuda", "cpu"]  # the statistics server tests on one
     plain = Job(cluster={"learners": 2})
-    assert not plain.hogbatch.learners_on_cpu(plain.plan())
+    assert not plain.learners_on_cpu(plain.plan())
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def agreed(wanted: str, plan: Plan, counts: Sequence[int], hosts: Sequence[str],
     Raises:
         ConfigError: A kind is wanted, and some learner has no such device.
     """
-    wanting = [plan.roles[learner] for learner in plan.learners if learner not in on_cpu]
+    wanting = [plan.roles[learner] for learner in plan.whole.learners if learner not in on_cpu]
     without = [role for role in wanting if not counts[role.world_rank]]
     if wanted not in ("cpu", "auto") and without:
         rank = without[0].world_rank
@@ -58,14 +58,14 @@ def of_rank(
         plan: Role assignment.
         places: Node of every rank, any numbers.
         count: Number of such devices that the rank sees.
-        on_cpu: Learners that need no such device. If another learner shares their rank, they use its device.
+        on_cpu: Learners that need no such device. Roles on their ranks use none.
         others: Ranks whose servers also compute on such devices, and not in main memory.
     """
     if kind == "cpu":
         return CPU
-    wanting = [learner for learner in plan.learners if learner not in on_cpu]
-    ranks = [plan.roles[role].world_rank for role in (*wanting, plan.statistics)]
-    computing = (*ranks, *sorted(others))
+    ranks = [plan.roles[role].world_rank for role in (*plan.whole.learners, plan.statistics)]
+    without = {plan.roles[role].world_rank for role in on_cpu}
+    computing = (other for other in (*ranks, *sorted(others)) if other not in without)
     near = list(dict.fromkeys(other for other in computing if places[other] == places[rank]))
     return DEVICES[kind].device(near.index(rank) % count) if count and rank in near else CPU
 

@@ -172,7 +172,8 @@ class ClusterTable(Table):
         ge=1,
         description="number of torch threads of each learner. With bank = 'graphs' on CPUs each learner has one, and "
         "this number of learners compute at the same time. Default: cores of the node divided by its ranks with "
-        "learners",
+        "learners. If some learners compute on the CPU and others on GPUs, each GPU takes one core, and ranks on the "
+        "CPU divide the others",
     )
     shares: Literal["auto"] | tuple[float, ...] = Field(
         (),
@@ -184,6 +185,12 @@ class ClusterTable(Table):
         "cpu",
         description="device for gradients and evaluation. auto: GPUs if every learner has one, else CPUs. Runs on "
         "GPUs can be replayed only with deterministic = true",
+    )
+    cpu_learners: int | tuple[int, ...] = Field(
+        0,
+        description="with device cuda: learners that compute on the CPU although the others use GPUs. A number: the "
+        "last learners of each node. A list: learners of these numbers. With shares = 'auto' each batch is divided by "
+        "measured speed",
     )
     deterministic: bool = Field(
         False,
@@ -233,6 +240,16 @@ class ClusterTable(Table):
             raise ValueError(f"must be a number, or a list of numbers, not {short(value)}")
         if value is not None and not 1 <= min(numbers) <= max(numbers) <= 100_000:
             raise ValueError(f"must be {'>= 1' if min(numbers) < 1 else '<= 100000'}, not {short(value)}")
+        return value
+
+    @field_validator("cpu_learners", mode="before")
+    @classmethod
+    def _count_or_numbers(cls, value: Any) -> Any:
+        numbers = value if isinstance(value, list | tuple) else [value]
+        if any(isinstance(one, bool) or not isinstance(one, int) for one in numbers):
+            raise ValueError(f"must be a number, or a list of learners' numbers, not {short(value)}")
+        if min(numbers, default=0) < 0 or len({*numbers}) < len(numbers):
+            raise ValueError(f"must be >= 0, or a list that names each learner once, not {short(value)}")
         return value
 
     @field_validator("learners_per_device", mode="before")

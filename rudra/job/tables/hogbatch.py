@@ -157,10 +157,9 @@ class HogbatchTable(ArgumentsTable):
         table_of |= dict.fromkeys(others, *rest)
         return tuple(self.workers[table_of[learner]] for learner in range(learners))
 
-    def learners_on_cpu(self, plan: Plan) -> frozenset[int]:
-        """Returns the role ids of the learners that compute on the CPU although others may use GPUs."""
-        team = self.team(plan.learner_numbers) if self.workers else ()
-        return frozenset(role for role in plan.learners if team and team[plan.roles[role].index].device == "cpu")
+    def on_cpu(self, learners: int) -> list[int]:
+        """Returns the numbers of the learners that compute on the CPU although others may use GPUs."""
+        return [learner for learner, table in enumerate(self.team(learners)) if table.device == "cpu"]
 
 
 def kinds_of(value: Any) -> str | None:

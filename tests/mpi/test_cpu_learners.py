@@ -1,0 +1,112 @@
+"""A learner on a device and a learner on the CPU in one group: the same weights, and shares by measured speed."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from processes import finish, start
+
+import rudra
+from rudra.results.reader import Results
+from rudra.simulation import replay
+from topologies import Plan
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
+
+JOB = """
+[model]
+name = "user_code:dropping"
+[data]
+name = "user_code:unlike"
+[training]
+epochs = 3
+minibatch_size = 8
+seed = 7
+[optimizer]
+learning_rate = 0.05
+momentum = 0.9
+[protocol]
+name = "hardsync"
+[topology]
+name = "groups"
+[cluster]
+learners = 2
+threads_per_rank = 1
+device = "cuda"
+cpu_learners = 1
+shares = "auto"
+"""
+
+
+def train(path: Path, job: Path, *overrides: str, resume: bool = False) -> str:
+    """Trains with learner 0 on a late device, and returns what the command says."""
+    rank = rudra.Job.load(job).plan().ranks - 2
+    before = f"import user_code; user_code.launch_beside_a_cpu({rank})"
+    sets = [word for override in overrides for word in ("--set", override)]
+    code, _, err = finish(start("run", job, "--output", path, *sets, *["--resume"] * resume, before=before))
+    assert code == 0, err
+    return err
+
+
+def samples_per_s(results: Results) -> float:
+    """Samples per second of the updates after the first."""
+    updates = results.updates
+    return float(updates["samples"][1:].sum() / (updates["time_s"][-1] - updates["time_s"][0]))
+
+
+def test_a_batch_is_divided_between_a_device_and_the_cpu_by_measured_speed(tmp_path: Path) -> None:
+    """The learner on the CPU takes four times as long for a sample."""
+    job, equal, output = tmp_path / "job.toml", tmp_path / "equal.h5", tmp_path / "out.h5"
+    job.write_text(JOB)
+    train(equal, job, "cluster.shares=[1,1]")
+    told = train(output, job)
+    assert "when all compute, learners take" in told
+    with rudra.open_results(equal) as before, rudra.open_results(output) as results:
+        about = results.attributes
+        assert (about["device"], about["cpu_learners"], about["transport"]) == ("cuda", "1", "staged")
+        share, of_cpu = results.job["cluster"]["shares"]
+        assert of_cpu == 1.0
+        assert 2.5 < share < 5.5
+        assert_divided(results)
+        assert samples_per_s(results) > 1.5 * samples_per_s(before)
+
+
+def assert_divided(results: Results) -> None:
+    """Each sample of a pass was drawn once, and the learner on the CPU, learner 1, had the smaller part of a batch."""
+    rows = np.sort(results.gradients, order="first")
+    assert (rows["first"][1:] == rows["first"][:-1] + rows["samples"][:-1]).all()
+    assert rows["samples"][rows["learner"] == 1].max() < rows["samples"][rows["learner"] == 0].min()
+
+
+@pytest.mark.parametrize("topology", ["groups", "base"])
+def test_a_device_and_the_cpu_train_what_two_cpus_do(
+    tmp_path: Path, topology: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the run stops and is resumed. A replay computes each gradient on the kind of device of its learner."""
+    job, output = tmp_path / "job.toml", tmp_path / "out.h5"
+    job.write_text(JOB.replace('"groups"', f'"{topology}"').replace('"auto"', "[3, 1]"))
+    how = ["cluster.deterministic=true", "data.name=user_code:prompt", "training.minibatch_size=10"]
+    train(output, job, *how, "training.epochs=1")
+    train(output, job, *how, resume=True)
+    given = rudra.Job.load(job, [*how, "cluster.device=cpu"])
+    with rudra.open_results(output) as results:
+        sha256 = results.summary()["weights_sha256"]
+        assert (results.events["kind"] == b"restart").sum() == 1
+        assert_divided(results)
+    with rudra.simulate(given, output=tmp_path / "cpu.h5", progress="quiet") as results:
+        assert results.summary()["weights_sha256"] == sha256
+        assert results.attributes["cpu_learners"] == ""
+    made: list[tuple[int, ...]] = []
+    make = replay.make_executors
+
+    def note(job: rudra.Job, plan: Plan, roles: tuple[int, ...], *about: Any, **more: Any) -> Any:
+        made.append(roles)
+        return make(job, plan, roles, *about, **more)
+
+    monkeypatch.setattr(replay, "make_executors", note)
+    replayed = rudra.replay(output, quiet=True)
+    assert replayed.identical
+    assert replayed.weights_sha256 == sha256
+    assert len(made) == 2
+    assert made[1] == (max(made[0]) + 1,), "learner 1, which is last"
