@@ -647,31 +647,26 @@ def transport(part: JobPart) -> Iterator[str]:
 @part_rule
 def learners_on_the_cpu(part: JobPart) -> Iterator[str]:
     """Checks which learners compute on the CPU although others use GPUs. Those of a rank have the same device."""
-    job, plan = part.job, part.plan.whole
-    wanted = job.cluster.cpu_learners
-    key = f"cpu_learners = {list(wanted) if isinstance(wanted, tuple) else wanted}"
-    on = f"[cluster] {key} is not supported with"
-    if isinstance(wanted, tuple) and wanted and (most := max(wanted)) >= plan.learner_numbers:
-        yield f"[cluster] {key} names learner {most}, which does not exist; use 0 to {plan.learner_numbers - 1}"
-    if job.cluster.device == "cpu":
+    job, plan, table = part.job, part.plan.whole, part.job.cluster
+    wanted = table.cpu_learners
+    key = f"[cluster] cpu_learners = {list(wanted) if isinstance(wanted, tuple) else wanted}"
+    if isinstance(wanted, tuple) and max(wanted, default=0) >= plan.learner_numbers:
+        yield f"{key} names learner {max(wanted)}, which does not exist; use 0 to {plan.learner_numbers - 1}"
+    if table.device == "cpu":
         return
     on_cpu = job.learners_on_cpu(plan)
-    if wanted and job.cluster.device == "auto":
-        yield f"{on} device = 'auto'; use device = 'cuda'"
+    if wanted and table.device == "auto":
+        yield f"{key} is not supported with device = 'auto'; use device = 'cuda'"
     if wanted and job.scheduled:
-        yield f"{on} protocol {part.name}; use device = 'cpu' in [[hogbatch.workers]]"
-    if wanted and job.cluster.learners_per_device is not None:
-        yield f"{on} {job.cluster.bank_key}, whose banks compute alike; use learners_per_rank, or remove cpu_learners"
+        yield f"{key} is not supported with protocol {part.name}; use device = 'cpu' in [[hogbatch.workers]]"
+    if wanted and table.learners_per_device is not None:
+        yield f"{key} is not supported with {table.bank_key}, as all banks compute alike; remove one of them"
     if wanted and len(on_cpu) == plan.learner_numbers:
-        yield f"[cluster] {key} leaves no learner for a GPU; use device = 'cpu', or more learners"
-    ranks = [{plan.roles[role].world_rank for role in roles} for roles in (on_cpu, {*plan.learners} - on_cpu)]
-    if shared := sorted(ranks[0] & ranks[1]):
-        its = min(plan.roles[role].index for role in plan.on_rank(shared[0]) if role in on_cpu)
-        on, instead = (
-            ("one_rank = true", "one_rank = false") if plan.local else (job.cluster.sharing, "learners_per_rank = 1")
-        )
-        who = f"learner {its} computes on the CPU, and others of its rank on a GPU"
-        yield f"[cluster] {on} is not supported if {who}; use {instead}"
+        yield f"{key} leaves no learner for a GPU; use device = 'cpu', or more learners"
+    ranks = {plan.roles[learner].world_rank for learner in plan.learners if learner not in on_cpu}
+    if its := [plan.roles[learner].name for learner in sorted(on_cpu) if plan.roles[learner].world_rank in ranks]:
+        on, own = ("one_rank = true", "one_rank = false") if plan.local else (table.sharing, "learners_per_rank = 1")
+        yield f"[cluster] {on} is not supported if {its[0]}, but not its whole rank, computes on the CPU; use {own}"
 
 
 @part_rule

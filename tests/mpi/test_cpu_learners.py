@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import user_code
 from processes import finish, start
 
 import rudra
@@ -110,3 +112,49 @@ def test_a_device_and_the_cpu_train_what_two_cpus_do(
     assert replayed.weights_sha256 == sha256
     assert len(made) == 2
     assert made[1] == (max(made[0]) + 1,), "learner 1, which is last"
+
+
+# With a GPU.
+
+
+@pytest.fixture
+def gpu() -> torch.device:
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no GPU here")
+    return torch.device("cuda", 0)
+
+
+@pytest.mark.gpu
+def test_a_gpu_and_the_cpu_divide_a_batch_by_measured_speed(gpu: torch.device, tmp_path: Path) -> None:
+    """The model is large enough for a GPU to be faster than a thread of the processor."""
+    job = rudra.Job.load("digits").with_(
+        protocol={"name": "hardsync", "n": None},
+        topology={"name": "groups"},
+        model={"name": user_code.broad_digits},
+        optimizer={"learning_rate": 0.05, "momentum": 0.9, "milestones": []},
+        cluster={"learners": 2, "device": "cuda", "cpu_learners": 1, "threads_per_rank": 1, "shares": "auto"},
+        training={"epochs": 4, "minibatch_size": 64},
+    )
+    with rudra.run(job, output=tmp_path / "run.h5", progress="quiet") as results:
+        about = results.attributes
+        assert (about["device"], about["cpu_learners"], about["transport"]) == ("cuda", "1", "staged")
+        assert about["device_model"] == torch.cuda.get_device_name(gpu)
+        assert_divided(results)
+        losses = results.epochs["test_loss"]
+        assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("topology", ["groups", "base"])
+def test_a_deterministic_run_on_a_gpu_and_the_cpu_is_repeated_bit_for_bit(
+    gpu: torch.device, tmp_path: Path, topology: str
+) -> None:
+    job = rudra.Job.load("digits").with_(
+        protocol={"name": "hardsync", "n": None},
+        topology={"name": topology},
+        cluster={"learners": 2, "device": "cuda", "cpu_learners": 1, "shares": [3, 1], "deterministic": True},
+        training={"epochs": 2},
+    )
+    path = tmp_path / "run.h5"
+    rudra.run(job, output=path, progress="quiet").close()
+    assert rudra.replay(path, quiet=True).identical

@@ -176,6 +176,12 @@ def even_digits() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 16, bias=False), nn.ReLU(), nn.Linear(16, 10, bias=False))
 
 
+def broad_digits(*_: Any) -> nn.Module:
+    """For images of digits, with enough work for a GPU."""
+    inner = (nn.Linear(64, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU())
+    return nn.Sequential(nn.Flatten(), *inner, nn.Linear(2048, 10))
+
+
 def normed_digits(*_: Any) -> nn.Module:
     """For images of digits, with buffers and dropout."""
     return nn.Sequential(

@@ -110,6 +110,27 @@ def test_workers_that_stay_on_the_cpu_need_no_gpu_and_take_none() -> None:
 
 
 @pytest.mark.parametrize(
+    ("wanted", "numbers"), [(0, []), (1, [1, 4]), (2, [0, 1, 3, 4]), (3, [0, 1, 2, 3, 4]), ([0, 2], [0, 2]), ([], [])]
+)
+def test_the_last_learners_of_each_node_or_the_named_ones_compute_on_the_cpu(
+    wanted: int | list[int], numbers: list[int]
+) -> None:
+    """Dormant ones too, whose ranks have their devices from the start."""
+    job = Job(cluster={"cpu_learners": wanted, "device": "cuda"})
+    for plan in (fitted([0, 0, 0, 0, 1, 1, 1]), fitted([0, 0, 0, 0, 1, 1, 1]).with_active(1)):
+        assert [plan.roles[learner].index for learner in sorted(job.learners_on_cpu(plan))] == numbers
+
+
+def test_learners_on_the_cpu_take_no_gpu_of_others() -> None:
+    places, cluster = [0, 0, 0, 0, 0], {"cpu_learners": 1, "device": "cuda", "active_learners": 1}
+    plan = fitted(places, "groups").with_active(1)
+    on_cpu = Job(cluster=cluster).learners_on_cpu(plan)
+    assert agreed("cuda", plan, [0, 1, 1, 1, 0], ["a"] * 5, on_cpu) == "cuda"
+    found = [of_rank("cuda", rank, plan, places, 4, on_cpu) for rank in range(5)]
+    assert [device.index for device in found] == [3, 0, 1, 2, None], "dormant learners have a GPU, too"
+
+
+@pytest.mark.parametrize(
     ("topology", "places", "gpus", "devices"),
     [  # of each rank: None is the CPU
         ("base", [0, 0, 0, 0, 0], [2] * 5, [None, 1, 0, 1, 0]),

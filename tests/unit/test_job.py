@@ -104,6 +104,61 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         )
         for name in ("ipc", "mpi", "nccl", "staged")
     ),
+    *(
+        ({"cluster": {**GPUS, "cpu_learners": value, **more}, **tables}, f"[cluster] {said}")
+        for value, more, tables, said in (
+            (-1, {}, {}, "cpu_learners must be >= 0, or a list that names each learner once, not -1"),
+            ([0, 0], {}, {}, "cpu_learners must be >= 0, or a list that names each learner once, not [0, 0]"),
+            (True, {}, {}, "cpu_learners must be a number, or a list of learners' numbers, not True"),
+            ([4], {}, {}, "cpu_learners = [4] names learner 4, which does not exist; use 0 to 3"),
+            (4, {}, {}, "cpu_learners = 4 leaves no learner for a GPU; use device = 'cpu', or more learners"),
+            (
+                1,
+                {"device": "auto"},
+                {},
+                "cpu_learners = 1 is not supported with device = 'auto'; use device = 'cuda'",
+            ),
+            (
+                1,
+                {"learners_per_device": 2},
+                {},
+                "cpu_learners = 1 is not supported with learners_per_device = 2, as all banks compute alike; "
+                "remove one of them",
+            ),
+            (
+                1,
+                {},
+                {"protocol": {"name": "hogbatch"}},
+                "cpu_learners = 1 is not supported with protocol hogbatch; use device = 'cpu' in [[hogbatch.workers]]",
+            ),
+            (
+                1,
+                {"learners_per_rank": 2},
+                {},
+                "learners_per_rank = 2 is not supported if learner 3, but not its whole rank, computes on the CPU; "
+                "use learners_per_rank = 1",
+            ),
+            (
+                1,
+                {"one_rank": True},
+                {},
+                "one_rank = true is not supported if learner 3, but not its whole rank, computes on the CPU; use "
+                "one_rank = false",
+            ),
+            (
+                1,
+                {"transport": "ipc"},
+                {},
+                "transport = 'ipc' is not supported with cpu_learners; use transport = 'auto' or 'staged'",
+            ),
+            (
+                1,
+                {"transport": "nccl"},
+                {"topology": {"name": "groups"}, "protocol": {"name": "hardsync"}},
+                "transport = 'nccl' is not supported with cpu_learners; use transport = 'auto' or 'staged'",
+            ),
+        )
+    ),
     (
         {"cluster": {**GPUS, "transport": "ipc", "one_rank": True}},
         "[cluster] transport = 'ipc' is not supported with one rank; use transport = 'auto', or one_rank = false",

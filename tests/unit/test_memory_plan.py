@@ -289,6 +289,7 @@ HARDSYNC = {"protocol": {"name": "hardsync"}}
         ({}, 40, 40),
         ({"training": {"microbatches": 4}}, 10, 40),
         ({"cluster": {"shares": [3.0, 1.0]}, **HARDSYNC}, 40, 27),  # 1.5 times 27 samples are 40
+        ({"cluster": {"shares": [3.0, 1.0], "cpu_learners": [0]}, **HARDSYNC}, 40, 81),  # half of 81 samples are 40
         ({"topology": {"name": "groups"}, "optimizer": {"name": "adam"}, **HARDSYNC}, 40, 40),
     ],
     ids=str,

@@ -90,6 +90,41 @@ def test_fit_threads_are_those_of_the_fullest_node() -> None:
     assert fit(Job(), {}, ranks(0, 0, 0, 1, 1, 1, cores=1)).job.cluster.threads_per_rank == 1
 
 
+@pytest.mark.parametrize(
+    ("cluster", "nodes", "cores", "threads"),
+    [
+        ({"cpu_learners": 1}, (0, 0, 0, 0), 8, 6),  # two GPUs take a core each
+        ({"cpu_learners": 1}, (0, 0, 0, 0), 2, 1),
+        ({"cpu_learners": 1}, (0, 0, 0, 1, 1), 8, 7),
+        ({"cpu_learners": [0]}, (0, 0, 0, 1, 1), 8, 4),  # node 1 has GPUs only
+        ({"cpu_learners": 1, "threads_per_rank": 3}, (0, 0, 0, 0), 8, 3),
+        ({"cpu_learners": 1, "device": "cpu"}, (0, 0, 0, 0), 8, 2),
+    ],
+)
+def test_fit_learners_on_the_cpu_have_the_cores_that_gpus_leave(
+    cluster: dict[str, Any], nodes: tuple[int, ...], cores: int, threads: int
+) -> None:
+    job = Job(topology={"name": "groups"}, protocol={"name": "hardsync"}, cluster={"device": "cuda", **cluster})
+    given = ranks(*nodes, cores=cores, gpus=2)
+    resolved = fit(job, {}, given)
+    assert resolved.job.cluster.threads_per_rank == threads
+    devices = [choose_devices(resolved, given, rank) for rank in range(len(nodes))]
+    on_cpu = {job.plan.roles[i].world_rank for job in [resolved] for i in job.job.learners_on_cpu(job.plan)}
+    if job.cluster.accelerated:
+        assert [device.type == "cpu" for _, device, _ in devices] == [rank in on_cpu for rank in range(len(nodes))]
+        assert {transports for *_, transports in devices} == {Transports("staged", "staged")}
+
+
+def test_resolve_learners_on_the_cpu_have_ranks_and_cores_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(DEVICES, "cuda", Gpus(1))
+    job, plan = resolve(Job(cluster={"learners": 3, "device": "cuda", "cpu_learners": 1}), {}, cores=8)
+    assert (len(plan.ranks_with_learners), job.cluster.threads_per_rank) == (3, 6)
+    workers = [{"learners": [0], "kind": "small", "device": "cpu"}, {"kind": "large"}]
+    job = Job(protocol={"name": "hogbatch"}, hogbatch={"workers": workers}, cluster={"device": "cuda", "learners": 2})
+    job, plan = resolve(job, {}, cores=8)
+    assert (len(plan.ranks_with_learners), job.cluster.threads_per_rank) == (2, 7)
+
+
 def test_fit_ranks_for_stage_servers_are_left_over_where_none_pays() -> None:
     job = Job(placement={"cut": "ralp"}, cluster={"learners": 3}, **RULE)
     placed = fit(job, {"placement": {"cut": "4"}}, ranks(*[0] * 6))
