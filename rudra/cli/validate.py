@@ -77,7 +77,7 @@ def execute(arguments: argparse.Namespace) -> int:
         "threads": f"{each} per learner, {counted(here, 'core')} here{shared}",
     }
     if told := job.cpu_learners_text(plan):
-        lines["devices"] = f"learners {told} on the CPU, the others on GPUs"
+        lines["devices"] = f"learners on the CPU: {told}; the others on GPUs"
     if told := correction_text(dict(job.protocol)):
         lines["correction"] = f"of each gradient before it is averaged: {told}"
     if plan.scheduled:

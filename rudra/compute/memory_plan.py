@@ -380,9 +380,9 @@ def most_at_once(job: Job, plan: Plan, training_samples: int) -> int:
 def at_once(job: Job, plan: Plan) -> Callable[[int], int]:
     """Returns a function from μ to the most samples that a learner computes at once."""
 
+    learners = _on_devices(job, plan) if job.cluster.parts and not job.scheduled else ()
+
     def samples(mu: int) -> int:
-        shared = job.cluster.parts and not job.scheduled
-        learners = _on_devices(job, plan) if shared else ()
         parts = [portion(plan, role, mu, job.cluster.parts).count for role in learners] or [mu]
         return -(-max(parts) // job.training.microbatches)
 

@@ -203,7 +203,8 @@ class Job(JobFields):
 
         Args:
             learners: λ. None: as in the job, else 4, or the next multiple of the size of a bank.
-            threads_per_rank: number of torch threads of each learner. None: as in the job, else as `threads_of` says.
+            threads_per_rank: number of torch threads of each learner. None: as in the job, else `cores` divided by the
+                number of ranks that compute gradients, at least 1, or as `threads_of` divides them.
             cores: number of processor cores that the learners share.
 
         Raises:
@@ -211,12 +212,13 @@ class Job(JobFields):
         """
         bank = self.cluster.bank_size or 1
         learners = learners or self.cluster.learners or -(-4 // bank) * bank
-        job = self if learners == self.cluster.learners else self.with_(cluster={"learners": learners})
-        threads = threads_per_rank or self.cluster.threads_per_rank
-        if threads is None:
-            plan = job.make_topology().plan(learners)
-            threads = job.threads_of(plan, plan.ranks_with_learners, cores)
-        return job.with_(cluster={"threads_per_rank": threads})
+        at_once = -(-learners // self.cluster.on_rank(learners))
+        given = threads_per_rank or self.cluster.threads_per_rank
+        job = self.with_(cluster={"learners": learners, "threads_per_rank": given or max(1, cores // at_once)})
+        if given or not job.cluster.accelerated:
+            return job
+        plan = job.make_topology().plan(learners)
+        return job.with_(cluster={"threads_per_rank": job.threads_of(plan, plan.ranks_with_learners, cores)})
 
     def plan(self, nodes: Sequence[int] | None = None) -> topologies.Plan:
         """Returns the roles of the job and their connections. The number of learners must be known.

@@ -22,7 +22,6 @@ INDIFFERENT = (
     "training.target_window",
     "training.stop_at_target",
     "training.patience",
-    "cluster.cpu_learners",
     "cluster.learners_per_rank",
     "cluster.learners_per_device",
     "cluster.streams",
@@ -96,7 +95,8 @@ def _restored(results: Results, overrides: Sequence[str], trust: bool) -> Job:
 def _decided(results: Results, job: Job) -> dict[str, Any]:
     """Returns the keys that the run has decided for the job of the caller, if it is the job of the record."""
     then, now = decisive(results.job), tables_of(job)
-    keys = ["learners", "threads_per_rank", "device", *(["shares"] if job.cluster.shares == "auto" else [])]
+    keys = ["learners", "threads_per_rank", "device", "cpu_learners"]
+    keys += ["shares"] if job.cluster.shares == "auto" else []
     keys += ["bank"] if job.cluster.bank == "auto" else []
     keys += ["most_learners_per_device"] if job.cluster.grows else []
     decided = {"cluster": {key: then["cluster"][key] for key in keys}}

@@ -171,7 +171,7 @@ def as_text(cast: Cast, *, everything: bool = False) -> str:
         parts += [head, *(f"  {name:{width}}  {rest}".rstrip() for name, rest in tree), ""]
     parts += ["nodes:", *_placement(cast, everything=everything), "", *summary(plan, cast.per_update)]
     parts += [f"gradients: {cast.gradients}"] if cast.gradients else []
-    parts += [f"devices: learners {cast.cpu_learners} on the CPU, the others on GPUs"] if cast.cpu_learners else []
+    parts += [f"devices: learners on the CPU: {cast.cpu_learners}; the others on GPUs"] if cast.cpu_learners else []
     parts += [f"transport: {cast.transport}"] if cast.transport else []
     parts += [f"shared memory: {shared}"] if (shared := sharing(cast)) else []
     return "\n".join(parts)

@@ -10,6 +10,9 @@ import user_code
 from processes import finish, start
 
 import rudra
+from rudra.compute.device.kind import CPU
+from rudra.compute.memory_plan import planned
+from rudra.data.load import load
 from rudra.results.reader import Results
 from rudra.simulation import replay
 from topologies import Plan
@@ -39,15 +42,21 @@ device = "cuda"
 cpu_learners = 1
 shares = "auto"
 """
+LARGE = """
+[[hogbatch.workers]]
+kind = "large"
+min = 16
+max = 16
+"""
 
 
-def train(path: Path, job: Path, *overrides: str, resume: bool = False) -> str:
-    """Trains with learner 0 on a late device, and returns what the command says."""
+def train(path: Path, job: Path, *overrides: str, resume: bool = False, free: int | None = None, code: int = 0) -> str:
+    """Trains with learner 0 on a late device with this memory, and returns what the command says."""
     rank = rudra.Job.load(job).plan().ranks - 2
-    before = f"import user_code; user_code.launch_beside_a_cpu({rank})"
+    before = f"import user_code; user_code.launch_beside_a_cpu({rank}, {free})"
     sets = [word for override in overrides for word in ("--set", override)]
-    code, _, err = finish(start("run", job, "--output", path, *sets, *["--resume"] * resume, before=before))
-    assert code == 0, err
+    ended, _, err = finish(start("run", job, "--output", path, *sets, *["--resume"] * resume, before=before))
+    assert ended == code, err
     return err
 
 
@@ -112,6 +121,31 @@ def test_a_device_and_the_cpu_train_what_two_cpus_do(
     assert replayed.weights_sha256 == sha256
     assert len(made) == 2
     assert made[1] == (max(made[0]) + 1,), "learner 1, which is last"
+
+
+def test_a_measured_part_that_does_not_fit_on_the_device_is_refused(tmp_path: Path) -> None:
+    """A mini-batch fits there, and the part of a device that is four times as fast does not."""
+    path = tmp_path / "job.toml"
+    path.write_text(JOB)
+    job = rudra.Job.load(path).resolved()
+    found = planned(job, job.plan(), load(job.data, seed=7), CPU)
+    assert found is not None
+    told = train(tmp_path / "out.h5", path, free=found.total(9), code=2)
+    assert "when all compute, learners take" in told
+    assert told.count("[training] minibatch_size = 8 (μ): a learner takes") == 1
+    assert "Traceback" not in told
+
+
+def test_hogbatch_workers_on_a_device_and_the_cpu_are_repeated_bit_for_bit(tmp_path: Path) -> None:
+    job, output = tmp_path / "job.toml", tmp_path / "out.h5"
+    text = JOB.replace("hardsync", "hogbatch").replace("groups", "base").replace("0.9", "0.0")
+    text = text.replace("cpu_learners = 1\n", "").replace('shares = "auto"', "deterministic = true")
+    job.write_text(f"{text}[[hogbatch.workers]]\nlearners = [1]\nkind = 'small'\ndevice = 'cpu'\n{LARGE}")
+    train(output, job)
+    with rudra.open_results(output) as results:
+        assert results.attributes["cpu_learners"] == "1"
+        assert {*results.gradients["learner"]} == {0, 1}
+    assert rudra.replay(output, quiet=True).identical
 
 
 # With a GPU.

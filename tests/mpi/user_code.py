@@ -644,29 +644,32 @@ def run_on_devices(
     return run_ranks(**payload)[0]
 
 
-def launch_beside_a_cpu(rank: int) -> None:
-    """Lets a rank compute on a late device, the only one of its kind, and all other ranks on the CPU."""
+def launch_beside_a_cpu(rank: int, free: int | None = None) -> None:
+    """Lets a rank compute on a late device, the only one of its kind, and all other ranks on the CPU.
+
+    The device has some bytes of free memory, or knows no limit.
+    """
     from rudra.compute.device.devices import DEVICES
     from rudra.mpi import launch
 
     plain = launch.launch
 
     def launched(*about: Any, payload: dict[str, Any], **more: Any) -> Any:
-        return plain(*about, payload=partial(run_beside_a_cpu, rank, payload), **more)
+        return plain(*about, payload=partial(run_beside_a_cpu, rank, free, payload), **more)
 
     launch.launch, DEVICES["cuda"] = launched, _one_device(1)
 
 
-def _one_device(count: int, seed: int = 0) -> Any:
+def _one_device(count: int, seed: int = 0, free: int | None = None) -> Any:
     """A late device, of which a process sees this number."""
     from rudra.compute.device.adverse import AdverseDevice
 
-    device = AdverseDevice(seed)
+    device = AdverseDevice(seed, free)
     device.count = lambda: count  # type: ignore[method-assign]
     return device
 
 
-def run_beside_a_cpu(rank: int, payload: dict[str, Any]) -> int:
+def run_beside_a_cpu(rank: int, free: int | None, payload: dict[str, Any]) -> int:
     from mpi4py import MPI
 
     from rudra.compute.device.devices import DEVICES
@@ -674,7 +677,7 @@ def run_beside_a_cpu(rank: int, payload: dict[str, Any]) -> int:
     from rudra.mpi.session import run_ranks
 
     here = MPI.COMM_WORLD.rank == rank
-    DEVICES["cuda"], make = _one_device(int(here), MPI.COMM_WORLD.rank), setup.make_executors
+    DEVICES["cuda"], make = _one_device(int(here), MPI.COMM_WORLD.rank, free), setup.make_executors
 
     def staged(*arguments: Any, **keywords: Any) -> Any:
         assert keywords["device"].type == "cpu"  # torch has no other
