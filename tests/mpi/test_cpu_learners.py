@@ -10,6 +10,8 @@ import user_code
 from processes import finish, start
 
 import rudra
+from rudra.compute.device.adverse import AdverseDevice
+from rudra.compute.device.devices import DEVICES
 from rudra.compute.device.kind import CPU
 from rudra.compute.memory_plan import planned
 from rudra.data.load import load
@@ -123,13 +125,17 @@ def test_a_device_and_the_cpu_train_what_two_cpus_do(
     assert made[1] == (max(made[0]) + 1,), "learner 1, which is last"
 
 
-def test_a_measured_part_that_does_not_fit_on_the_device_is_refused(tmp_path: Path) -> None:
+def test_a_measured_part_that_does_not_fit_on_the_device_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A mini-batch fits there, and the part of a device that is four times as fast does not."""
     path = tmp_path / "job.toml"
-    path.write_text(JOB)
+    path.write_text(JOB.replace("epochs = 3", "evaluation_batch_size = 1"))
+    monkeypatch.setitem(DEVICES, "cpu", AdverseDevice(0))
     job = rudra.Job.load(path).resolved()
     found = planned(job, job.plan(), load(job.data, seed=7), CPU)
     assert found is not None
+    assert found.total(8) < found.total(9) < found.total(10)
     told = train(tmp_path / "out.h5", path, free=found.total(9), code=2)
     assert "when all compute, learners take" in told
     assert told.count("[training] minibatch_size = 8 (μ): a learner takes") == 1
@@ -138,7 +144,12 @@ def test_a_measured_part_that_does_not_fit_on_the_device_is_refused(tmp_path: Pa
 
 def test_hogbatch_workers_on_a_device_and_the_cpu_are_repeated_bit_for_bit(tmp_path: Path) -> None:
     job, output = tmp_path / "job.toml", tmp_path / "out.h5"
-    text = JOB.replace("hardsync", "hogbatch").replace("groups", "base").replace("0.9", "0.0")
+    text = (
+        JOB.replace("dropping", "regular")
+        .replace("hardsync", "hogbatch")
+        .replace("groups", "base")
+        .replace("0.9", "0.0")
+    )
     text = text.replace("cpu_learners = 1\n", "").replace('shares = "auto"', "deterministic = true")
     job.write_text(f"{text}[[hogbatch.workers]]\nlearners = [1]\nkind = 'small'\ndevice = 'cpu'\n{LARGE}")
     train(output, job)
