@@ -133,6 +133,17 @@ def test_one_group_has_no_server() -> None:
     assert as_text(of_job(job(2, "groups", "hardsync", reduction="mpi"))) == ALLREDUCE
 
 
+def test_learners_on_the_cpu_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    mixed = job(None, "groups", "hardsync").with_(cluster={"device": "cuda", "cpu_learners": 1})
+    assert "\ndevices: learners on the CPU: 1, 4; the others on GPUs\ntransport: staged" in as_text(
+        of_job(mixed, None, [3, 3])
+    )
+    assert "devices: " not in as_text(of_job(mixed.with_(cluster={"device": "cpu"}), None, [3, 3]))
+    asked = ["--set", "topology.name=groups", "--set", "cluster.device=cuda", "--set", "cluster.cpu_learners=[0]"]
+    assert main(["validate", "digits", "--syntax", *asked, "--learners", "3"]) == 0
+    assert "devices        learners on the CPU: 0; the others on GPUs" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("sizes", "on", "shared"),
     [
