@@ -27,7 +27,7 @@ LONGEST_S = 0.05
 """Time that a burst should take at most, because events for its learners wait."""
 
 FEWEST_STEPS = 2
-"""Fewest local steps for which learners are held back. For a single one it takes less time to ask them."""
+"""Fewest local steps of a burst. It takes less time to ask learners for a single one."""
 
 
 class Bursts:
@@ -35,7 +35,7 @@ class Bursts:
 
     Args:
         learners: Roles of this rank that take part in the run, in learner order.
-        alone: Whether these are all learners of the run.
+        alone: Whether no other rank has learners.
         machines: Current state machine of each role.
         making: Maker of the bursts.
         do: Does an action of a role.

@@ -50,14 +50,17 @@ def sources() -> list[Path]:
 
 def messages() -> Iterator[tuple[str, set[str]]]:
     """Place -> what is said there, with `…` for what a run fills in; each text in all its variants."""
+    phrases = assigned(ast.parse((ROOT / "rudra/job/rules/phrases.py").read_text(encoding="utf-8")))
     for path in sources():
         tree = ast.parse(path.read_text(encoding="utf-8"))
         constants = assigned(ast.Module([node for node in tree.body if isinstance(node, ast.Assign)], []))
+        if path.parent.name == "rules":
+            constants |= phrases
         for function in ast.walk(tree):
             if isinstance(function, ast.FunctionDef):
                 names = constants | assigned(function)
                 for node in ast.walk(function):
-                    if (text := told(node, rules=path.name == "rules.py")) is not None:
+                    if (text := told(node, rules=path.parent.name == "rules")) is not None:
                         texts = {" ".join(text.split()) for text in variants(text, names)}
                         if texts := {text for text in texts if len(re.findall(r"[a-z]", text)) > 7}:
                             yield f"{path.relative_to(ROOT)}:{node.lineno}", texts
