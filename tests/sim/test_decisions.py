@@ -259,7 +259,7 @@ def test_a_bad_decision_ends_the_run_with_one_line(tmp_path: Path, answer: Any, 
                 **FAMILIES["shared"],
                 "decisions": {"call": "a:b", "at": "update"},
             },
-            "[hogbatch] weights = 'shared' is not supported with [decisions] at = 'update', as workers update alone",
+            "[hogbatch] weights = 'shared' is not supported with [decisions] at = 'update', as no server updates",
         ),
         (
             {**FAMILIES["placed"], "topology": ALONE},

@@ -314,7 +314,7 @@ def test_a_mistake_in_the_workers_is_one_line(workers: list[dict[str, Any]], tex
                 "hogbatch": {"workers": TWO, "weights": "shared"},
                 "changes": [{"at_update": 1, "optimizer": {"learning_rate": 0.1}}],
             },
-            "with [[changes]] at_update = 1, as workers update alone; use at_epoch",
+            "with [[changes]] at_update = 1, as no server updates; use at_epoch",
         ),
         (
             {"changes": [{"at_epoch": 1, "protocol": {"reference_batch_size": 64}}]},

@@ -14,12 +14,12 @@ def either(*names: str) -> str:
 
 
 def library_key(job: JobFields) -> tuple[str, str]:
-    """Returns table and key by which a library adds in compute groups."""
+    """Returns table and key that let a library add in compute groups."""
     if job.cluster.nccl:
         return "cluster", "transport = 'nccl'"
     return "topology", "options.reduction = 'mpi'"
 
 
 def ordered_values(job: JobFields | None) -> str:
-    """Returns the values of that key with which ranks add in an order of the plan."""
+    """Returns the values of that key that let ranks add in an order of the plan."""
     return "transport = 'auto'" if job is not None and job.cluster.nccl else "'ordered' or 'nodes'"

@@ -1,4 +1,4 @@
-"""Rules about protocols and topologies: who waits for whom, and whose gradients are weighed or corrected."""
+"""Rules about protocols and topologies: waits between roles, and weights and corrections of gradients."""
 
 import math
 from collections.abc import Iterator

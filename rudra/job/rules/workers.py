@@ -89,9 +89,9 @@ def updates_that_no_role_sees(part: JobPart) -> Iterator[str]:
 def changes_in_windows(part: JobPart) -> Iterator[str]:
     for change in part.job.changes if part.plan.window else ():
         if change.at_update is not None:
-            yield f"{_SHARED} [[changes]] at_update = {change.at_update}, as workers update alone; use at_epoch"
+            yield f"{_SHARED} [[changes]] at_update = {change.at_update}, as no server updates; use at_epoch"
     if part.plan.window and part.job.decisions.at == "update":
-        yield f"{_SHARED} [decisions] at = 'update', as workers update alone; use at = 'epoch'"
+        yield f"{_SHARED} [decisions] at = 'update', as no server updates; use at = 'epoch'"
 
 
 _SHARED = "[hogbatch] weights = 'shared' is not supported with"
