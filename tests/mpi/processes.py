@@ -9,6 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import h5py
+
 import rudra
 from rudra.errors import RudraError
 from rudra.mpi.failures import lives, ranks_below
@@ -104,26 +106,34 @@ def restarts(path: Path) -> int:
     return 0
 
 
+def _peek(path: Path, *tables: str) -> list[Any]:
+    """Rows of tables of a file that may be written to; none while they cannot be read.
+
+    `rudra.open_results` looks at all that is in a file. That takes 10 ms, and runs are waited for all the time.
+    """
+    with suppress(OSError, KeyError, RuntimeError), h5py.File(path, "r", swmr=True, locking=False) as file:
+        return [file[table][:] for table in tables]
+    return [()] * len(tables)
+
+
 def _come(path: Path, count: int, table: str, parts: int) -> bool:
     """Whether so many rows are there, the last of them of this part of the run."""
-    with suppress(RudraError), rudra.open_results(path) as results:
-        events = results.events  # once: there may be more the next time
-        again = events[events["kind"] == b"restart"]
-        rows = getattr(results, table)
-        if len(rows) < count or len(again) < parts:
-            return False
-        return parts == 0 or table != "updates" or int(rows["timestamp"][-1]) > int(again["timestamp"][-1])
-    return False
+    events, rows = _peek(path, "events", table)
+    if len(rows) < count:
+        return False
+    again = events[events["kind"] == b"restart"]
+    if len(again) < parts:
+        return False
+    return parts == 0 or table != "updates" or int(rows["timestamp"][-1]) > int(again["timestamp"][-1])
 
 
 def _kept(path: Path, parts: int) -> bool:
     """Whether there is a checkpoint of this part of a run, which tells of its beginning."""
     if not parts:
         return path.with_suffix(".ckpt").exists()
-    with suppress(RudraError), rudra.open_results(path) as results:
-        kinds = results.events["kind"].tolist()
-        return b"checkpoint" in kinds[len(kinds) - kinds[::-1].index(b"restart") :] if b"restart" in kinds else False
-    return False
+    (events,) = _peek(path, "events")
+    kinds = events["kind"].tolist() if len(events) else []
+    return b"checkpoint" in kinds[len(kinds) - kinds[::-1].index(b"restart") :] if b"restart" in kinds else False
 
 
 def wait_for_updates(
@@ -191,9 +201,8 @@ def wait_for_deaths(process: subprocess.Popen[str], output: Path, count: int = 1
             since = time.monotonic()
             with suppress(OSError, ValueError):  # nobody holds the run
                 _hold(process, int(gate.read_text()) - AHEAD + 1)
-        with suppress(RudraError), rudra.open_results(output) as results:
-            return int((results.events["kind"] == b"lost").sum()) >= count
-        return False
+        (events,) = _peek(output, "events")
+        return len(events) > 0 and int((events["kind"] == b"lost").sum()) >= count
 
     assert eventually(lambda: process.poll() is not None or recorded()), "nobody noticed"
 

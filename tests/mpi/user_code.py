@@ -396,12 +396,22 @@ def everything() -> nn.Module:
 
 def train_all(comm: Any, directory: Path, jobs: dict[str, Any]) -> dict[str, Any]:
     """Runs several jobs, one after the other, on the same ranks; the result files' names are the keys."""
-    from rudra.bench.ranks import rest, train
+    from rudra.bench.ranks import rest
 
     for path, job in jobs.items():
-        train(job, Path(path)).close()
+        _train(job, path)
         rest(comm)
     return {}
+
+
+def _train(job: Any, path: str, comm: Any = None) -> None:
+    """This rank's part in a run. No rank opens the results."""
+    from rudra.mpi.session import run_ranks
+    from rudra.prepare.start import StartRequest
+
+    code, _ = run_ranks(job, StartRequest(Path(path)), progress={"mode": "quiet", "columns": None}, comm=comm)
+    if code:
+        raise RuntimeError(f"the run ended with exit code {code}")
 
 
 def train_among_two_nodes(comm: Any, directory: Path, jobs: dict[str, Any]) -> dict[str, Any]:
@@ -421,12 +431,12 @@ def train_on_nodes(comm: Any, directory: Path, jobs: dict[str, tuple[list[int], 
     """As `train_all`, each job on as many ranks as it names the node of, for MPI and all who ask it."""
     from mpi4py import MPI
 
-    from rudra.bench.ranks import rest, train
+    from rudra.bench.ranks import rest
 
     for path, (nodes, job) in jobs.items():
         part = comm.Split(0 if comm.rank < len(nodes) else MPI.UNDEFINED)
         if part != MPI.COMM_NULL:
-            train(job, Path(path), on_nodes(part, nodes)).close()
+            _train(job, path, on_nodes(part, nodes))
         rest(comm)
     return {}
 
@@ -440,7 +450,7 @@ def slow_network(ranks: list[int]) -> Any:
 
 def train_on_slow_network(comm: Any, directory: Path, jobs: dict[str, tuple[list[int], Any]]) -> dict[str, Any]:
     """As `train_on_nodes`; where a path says so, ranks say that their network is slow. Returns what each chose."""
-    from rudra.bench.ranks import rest, train
+    from rudra.bench.ranks import rest
     from rudra.mpi import session, setup
 
     chosen, plain, measure = [], session.Rank, setup.measure
@@ -456,7 +466,7 @@ def train_on_slow_network(comm: Any, directory: Path, jobs: dict[str, tuple[list
     session.Rank = made  # type: ignore[misc, assignment]
     for path, (nodes, job) in jobs.items():
         setup.measure = slow if "slow" in path else measure
-        train(job, Path(path), on_nodes(comm, nodes)).close()
+        _train(job, path, on_nodes(comm, nodes))
         rest(comm)
     return dict(zip(jobs, chosen, strict=True))
 
