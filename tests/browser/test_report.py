@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no browser: apt-get install chromium"),
 ]
 PHONE, TABLET, DESKTOP = SCREENS = [(390,), (640,), (1280,)]
-"""Widths: tests of the same one share a page."""
+"""Widths. The page is loaded at the first one."""
 
 
 @pytest.fixture(scope="module")
@@ -42,15 +42,9 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def opened(browser: Any, page_file: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
-    """The page at a width, without network; nothing may have been said on the console in the end.
-
-    Tests that change the page name no width. They follow one another on one page.
-    """
-    width, *dark = getattr(request, "param", DESKTOP)
-    context = browser.new_context(
-        viewport={"width": width, "height": 844}, color_scheme="dark" if dark else "light", offline=True
-    )
+def loaded(browser: Any, page_file: Path) -> Iterator[Any]:
+    """The page, without network; nothing may have been said on the console in the end."""
+    context = browser.new_context(viewport={"width": PHONE[0], "height": 844}, offline=True)
     page = context.new_page()
     said: list[str] = []
     page.on("console", lambda message: said.append(message.text))
@@ -60,6 +54,15 @@ def opened(browser: Any, page_file: Path, request: pytest.FixtureRequest) -> Ite
     yield page
     context.close()
     assert said == []
+
+
+@pytest.fixture
+def opened(loaded: Any, request: pytest.FixtureRequest) -> Any:
+    """The page at a width. Its layout is a matter of CSS alone, so it is loaded once."""
+    width, *dark = getattr(request, "param", DESKTOP)
+    loaded.emulate_media(media="screen", color_scheme="dark" if dark else "light")
+    loaded.set_viewport_size({"width": width, "height": 844})
+    return loaded
 
 
 @pytest.mark.parametrize("opened", [*SCREENS, (390, "dark")], indirect=True, ids=str)
