@@ -19,13 +19,13 @@ def short_job(directory: Path, protocol: str, model: str = "network", *, epochs:
 SGD = "learning_rate = 0.05\nmomentum = 0.9\n"
 
 
-def restartable_job(directory: Path, protocol: str, optimizer: str = SGD, more: str = "") -> Path:
-    """Three epochs of forty updates of hardsync, with a schedule, dropout and a checkpoint every few updates."""
+def restartable_job(directory: Path, protocol: str, optimizer: str = SGD, more: str = "", *, epochs: int = 3) -> Path:
+    """Epochs of forty updates of hardsync, with a schedule, dropout and a checkpoint every few updates."""
     path = directory / "job.toml"
     path.write_text(
         '[model]\nname = "user_code:dropping"\n[data]\nname = "user_code:delayed"\n'
-        "[training]\nepochs = 3\nminibatch_size = 2\nseed = 7\n"
-        f"[optimizer]\nmilestones = [1, 2]\n{optimizer}"
+        f"[training]\nepochs = {epochs}\nminibatch_size = 2\nseed = 7\n"
+        f"[optimizer]\nmilestones = {[*range(1, epochs)]}\n{optimizer}"
         f'[protocol]\nname = "{protocol}"\n[cluster]\nlearners = 3\nthreads_per_rank = 1\n'
         f'[results]\nflush_s = 0.2\nreport_s = 0.05\nkeep_every = 1\ncheckpoint_every = "7 updates"\n{more}'
     )
