@@ -40,8 +40,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "replicas": {"protocol": {"name": "sma"}, "topology": {"name": "replicas"}},
     "blocks": {"protocol": {"name": "sma"}, "topology": {"name": "hierarchical", "options": {"blocks": 2}}},
     "async on adv": {"protocol": {"name": "async"}, "topology": {"name": "adv"}},
-    "parts": {"protocol": {"name": "hardsync"}, "cluster": {"node_memory": False, "buckets": 0.001}},
-    "async, parts": {"protocol": {"name": "async"}, "cluster": {"node_memory": False, "buckets": 0.001}},
+    "parts": {"protocol": {"name": "hardsync"}, "cluster": {"node_memory": False, "buckets": 0.01}},
+    "async, parts": {"protocol": {"name": "async"}, "cluster": {"node_memory": False, "buckets": 0.01}},
     "sharded": {
         "protocol": {"name": "async"},
         "topology": {"name": "sharded", "options": {"shards": 2}},
@@ -73,7 +73,7 @@ def make_job(protocol: dict[str, Any], **tables: Any) -> rudra.Job:
     )
 
 
-COVERING = ["hardsync", "async", "adv*", "one group", "two groups", "parts", "async, parts", "buffers"]
+COVERING = ["hardsync", "async", "one group", "parts", "async, parts", "buffers"]
 ON_COPIES = ["hardsync", "async, parts", "buffers"]
 DIRECT = ["hardsync", "async on adv", "adv*", "half"]  # where MPI may read and write the vectors of who computes
 
@@ -105,7 +105,7 @@ def direct(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 READ_THERE = ["hardsync", "async", "too large for float16", "async on adv", "adv*", "half", "buffers", "easgd"]
 READ_THERE += ["sharded", "one group", "two groups", "groups in float16", "replicas", "blocks"]
 """Where a rank may read vectors on the devices of others."""
-READ_ON_ONE_NODE = ["hardsync", "too large for float16", "half", "one group", "groups in float16", "replicas", "blocks"]
+READ_ON_ONE_NODE = ["hardsync", "too large for float16", "one group", "groups in float16", "blocks"]
 """Those that are compared, and what runs on two nodes have not."""
 
 TWO_NODES = {
@@ -133,7 +133,7 @@ def ipc(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
     runs = dict.fromkeys(name for name in READ_THERE if name in names)
     paths, ranks = train_on_devices(("ipc", "staged"), runs, tmp_path_factory.mktemp("runs"))
     for rank in ranks[:5]:
-        assert rank["landed"] >= 8
+        assert rank["landed"] >= len(runs)
         assert rank["late"]
         assert "sent" not in rank
     assert sum(rank.get("left", 0) for rank in ranks) >= sum(rank["landed"] for rank in ranks)
