@@ -11,7 +11,7 @@ from processes import below, finish, gone, ranks_of, replays, start, wait_for_up
 
 import rudra
 from rudra.bench.ranks import on_ranks
-from tests.selection import together
+from tests.selection import covering, together
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
@@ -75,11 +75,12 @@ def slowly(job: Path) -> Path:
     return job
 
 
-def test_a_run_stopped_while_learners_are_dormant_is_resumed(tmp_path: Path) -> None:
-    """Before and after others joined. It reaches the bits of a run that never stopped."""
+@pytest.mark.parametrize("stops", covering([(10,)], [(10,), (10, 70)]), ids=str)
+def test_a_run_stopped_while_learners_are_dormant_is_resumed(tmp_path: Path, stops: tuple[int, ...]) -> None:
+    """Before others joined, and after. It reaches the bits of a run that never stopped."""
     job = slowly(job_file(tmp_path, "job", "sma", OFTEN))
     output = tmp_path / "out.h5"
-    for parts, update in enumerate((10, 70)):  # others join after update 60
+    for parts, update in enumerate(stops):  # others join after update 60
         process = start("run", job, "--output", output, "--resume")
         wait_for_updates(process, output, update, parts=parts)
         ranks = below(process.pid)

@@ -67,7 +67,7 @@ def test_passes_that_begin_early_lead_to_the_same_weights(tmp_path: Path, cases:
 
 def job_file(tmp_path: Path) -> Path:
     """A job with momentum, dropout, a schedule and checkpoints, whose learners are on nodes of their own."""
-    job = restartable_job(tmp_path, "hardsync", more='[topology]\nname = "groups"\n')
+    job = restartable_job(tmp_path, "hardsync", more='[topology]\nname = "groups"\n', epochs=2)
     job.write_text(job.read_text().replace("user_code:dropping", "user_code:forgetful"))
     return job
 

@@ -11,6 +11,7 @@ import rudra
 from rudra.bench.ranks import on_ranks
 from rudra.core.buckets import NetworkSpeed, auto_size
 from rudra.machine import cores
+from tests.selection import covering
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
@@ -61,7 +62,7 @@ def test_all_ranks_choose_one_size_for_the_slowest_network(tmp_path: Path) -> No
     assert {topology: len(found) for topology, found in weights.items()} == dict.fromkeys(TOPOLOGIES, 1)
 
 
-@pytest.mark.parametrize("rank", [0, 2, 3])
+@pytest.mark.parametrize("rank", covering([0, 2], [0, 2, 3]))
 def test_a_rank_that_dies_while_the_network_is_measured_ends_the_run(tmp_path: Path, rank: int) -> None:
     job, output = short_job(tmp_path, "hardsync", topology='name = "base"'), tmp_path / "out.h5"
     before = f"import user_code; user_code.launch_on_nodes({NODES}, dies={rank})"
