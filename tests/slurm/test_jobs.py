@@ -20,6 +20,9 @@ ONE_LEARNER = ("--ntasks", "3")
 """The smallest job: a learner beside the two servers. An epoch takes it 1.6 s."""
 
 
+NO_SERVER = ("--ntasks", "2", "--set", "topology.name=groups", "--set", "protocol.name=hardsync")
+"""A learner that owns the weights, beside the statistics server: a process less that imports all by itself."""
+
 EVERY_EPOCH = ("--set", "results.checkpoint_every=1 epochs")
 
 LIMITED = 70
@@ -48,7 +51,7 @@ def limited(cluster: Cluster, openmpi: Path, tmp_path_factory: pytest.TempPathFa
 
     SLURM may tell of the end a minute too early: of one minute nothing might be left.
     """
-    options = ["--time", "2", "--warning", "8", *ONE_LEARNER, *lasts(LIMITED)]
+    options = ["--time", "2", "--warning", "8", *NO_SERVER, *lasts(LIMITED)]
     batches = {
         launcher: cluster.submit(
             tmp_path_factory.mktemp(launcher),
