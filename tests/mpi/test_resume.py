@@ -30,13 +30,13 @@ def test_hardsync_killed_again_and_again_reaches_the_bits_of_a_run_that_never_st
     tmp_path: Path, optimizer: str, topology: str
 ) -> None:
     options = {"groups": "options.groups = 1\n", "sharded": "options.shards = 3\n"}.get(topology, "")
-    job = job_file(tmp_path, "hardsync", optimizer, f'[topology]\nname = "{topology}"\n{options}')
+    job = job_file(tmp_path, "hardsync", optimizer, f'[topology]\nname = "{topology}"\n{options}', epochs=2)
     output, last = tmp_path / "out.h5", 0
     seed = random.SystemRandom().randrange(1 << 32)
     print(f"seed {seed}")
     chance = random.Random(seed)
     for number in (signal.SIGKILL, signal.SIGTERM):
-        code, err = run_until(job, output, last + chance.randrange(8, 30), number)
+        code, err = run_until(job, output, last + chance.randrange(8, 20), number)
         assert code == (-9 if number == signal.SIGKILL else 3), err
         last = updates(output)
     finished = topology == "sharded"
@@ -46,9 +46,9 @@ def test_hardsync_killed_again_and_again_reaches_the_bits_of_a_run_that_never_st
         assert "continues from" in err
         assert list(tmp_path.glob("*.ckpt")) == [output.with_suffix(".ckpt")], "that of the end alone"
         assert finish(start("run", job, "--output", output, "--resume"))[0] == 0
-    code, _, err = finish(start("resume", output, "--set", "training.epochs=4"))
+    code, _, err = finish(start("resume", output, "--set", "training.epochs=3"))
     assert code == 0, err
-    longer = rudra.Job.load(job, ["training.epochs=4"])
+    longer = rudra.Job.load(job, ["training.epochs=3"])
     with rudra.simulate(longer, output=tmp_path / "whole.h5", progress="quiet") as whole:
         expected = whole.summary()
         kept = {epoch: whole.weights_of(epoch) for epoch in whole.kept_epochs}
@@ -63,7 +63,7 @@ def test_hardsync_killed_again_and_again_reaches_the_bits_of_a_run_that_never_st
         if finished:
             assert restarts["text"][-1].endswith(b"; 0 updates after it are repeated; it was finished")
         assert list(restarts["timestamp"]) == sorted(restarts["timestamp"])
-        assert [row["samples"] for row in results.learners] == [4 * 80] * 3
+        assert [row["samples"] for row in results.learners] == [3 * 80] * 3
         assert len({*kept} & {*results.kept_epochs}) > 1
         for epoch in {*kept} & {*results.kept_epochs}:
             assert np.array_equal(results.weights_of(epoch), kept[epoch])
@@ -119,8 +119,9 @@ def test_softsync_stopped_and_resumed_replays(tmp_path: Path) -> None:
 def test_a_target_counts_the_tests_from_before_a_stop(tmp_path: Path) -> None:
     target = 'target = "accuracy >= 0"\nstop_at_target = true\n'  # as soon as there are five tests
     job, output = job_file(tmp_path, "hardsync"), tmp_path / "out.h5"
-    job.write_text(job.read_text().replace("epochs = 3\n", f"epochs = 50\n{target}"))
-    code, err = run_until(job, output, 155, signal.SIGTERM)
+    text = job.read_text().replace("epochs = 3\nminibatch_size = 2\n", f"epochs = 50\nminibatch_size = 4\n{target}")
+    job.write_text(text)
+    code, err = run_until(job, output, 75, signal.SIGTERM)
     assert code == 3, err
     code, _, err = finish(start("run", job, "--output", output, "--resume"))
     assert code == 0, err
@@ -137,10 +138,11 @@ def test_patience_and_plateau_count_the_tests_from_before_a_stop(tmp_path: Path)
     more = f'[task]\nmetrics = {metrics}\n[topology]\nname = "groups"\noptions.groups = 1\n'
     job = job_file(tmp_path, "hardsync", more=more)
     output, text = tmp_path / "out.h5", job.read_text()
-    text = text.replace("epochs = 3\n", 'epochs = 50\npatience = 5\ntarget = "always >= 2"\n')
+    longer = 'epochs = 50\nminibatch_size = 4\npatience = 5\ntarget = "always >= 2"\n'
+    text = text.replace("epochs = 3\nminibatch_size = 2\n", longer)
     plateau = 'schedule = "plateau"\ndecay_factor = 0.5\nschedule_options = { patience = 2 }\n'
     job.write_text(text.replace("milestones = [1, 2]\n", plateau))
-    code, err = run_until(job, output, 150, signal.SIGTERM)
+    code, err = run_until(job, output, 75, signal.SIGTERM)
     assert code == 3, err
     code, _, err = finish(start("run", job, "--output", output, "--resume"))
     assert code == 0, err
@@ -186,17 +188,18 @@ def test_ranks_of_a_launcher_resume_a_strangers_run_only_if_it_is_trusted(
 ) -> None:
     job, output = job_file(tmp_path, "hardsync"), tmp_path / "out.h5"
     one, two, three = (["--set", f"training.epochs={epochs}"] for epochs in (1, 2, 3))
-    code, _, err = finish(start("run", job, "--output", output, *one))
+    few = ("--learners", "1", "--set", "training.minibatch_size=6")
+    code, _, err = finish(start("run", job, "--output", output, *few, *one))
     assert code == 0, err
-    code, _, err = mpirun(5, "resume", str(output), *two)
+    code, _, err = mpirun(3, "resume", str(output), *two)
     assert code == 0, err
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "stranger"))
-    code, _, err = mpirun(5, "resume", str(output), *three)
+    code, _, err = mpirun(3, "resume", str(output), *three)
     assert code == 2
     (line,) = (line for line in err.splitlines() if line.startswith("rudra: "))
     names = "data.name = user_code:delayed, model.name = user_code:dropping"
     assert f"is not signed by you, and would execute {names}" in line
-    code, _, err = mpirun(5, "resume", str(output), *three, "--trust")
+    code, _, err = mpirun(3, "resume", str(output), *three, "--trust")
     assert code == 0, err
     with rudra.open_results(output) as results:
         assert len(results.epochs) == 3
