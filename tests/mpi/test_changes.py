@@ -11,7 +11,7 @@ from processes import below, finish, gone, ranks_of, replays, start, wait_for_de
 import rudra
 from rudra.bench.ranks import on_ranks
 from rudra.results import checkpoint
-from tests.selection import CAMPAIGN, covering, together
+from tests.selection import CAMPAIGN, together
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
@@ -231,7 +231,8 @@ def test_a_run_that_is_not_finished_goes_back_to_a_checkpoint_that_was_kept(tmp_
     assert checkpoint.read(tmp_path / "out.ckpt")[0].position.epoch == 4
 
 
-@pytest.mark.parametrize("protocol", covering(["sma"], ["hardsync", "sma"]))
+@pytest.mark.campaign  # `test_resume.py` shows it of more families
+@pytest.mark.parametrize("protocol", ["hardsync", "sma"])
 def test_ranks_and_virtual_time_train_on_from_each_other(tmp_path: Path, protocol: str) -> None:
     job = job_file(tmp_path, "job", protocol, more='[results]\nkeep_checkpoints = "1 epochs"\n')
     with rudra.simulate(rudra.Job.load(job), output=tmp_path / "whole.h5", progress="quiet") as results:
