@@ -14,7 +14,7 @@ from processes import finish, gone, mpirun, ours, ranks_of, start, wait_for_upda
 import rudra
 from rudra.bench.ranks import on_ranks
 from rudra.core.records import TIMES
-from tests.selection import CAMPAIGN, covering, selected
+from tests.selection import CAMPAIGN, covering, selected, together
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
@@ -93,7 +93,6 @@ def accounts_for_every_gradient(results: rudra.Results) -> None:
 
 COVERING = [
     ("base", "hardsync"),
-    ("base", "async"),
     ("adv", "2-softsync"),
     ("two groups", "async"),
     ("adv*", "1-softsync"),
@@ -167,17 +166,19 @@ def test_learners_that_never_wait_compute_with_whole_weights(tmp_path: Path) -> 
         assert (replayed.updates, replayed.weights_sha256) == (300, weights)
 
 
-def test_the_order_of_ranks_does_not_matter(tmp_path: Path) -> None:
+AMONG_NODES = {
+    "adv": ({"name": "adv"}, "async"),
+    "adv*": ({"name": "adv*"}, "async"),
+    "groups": (TWO_GROUPS, "async"),
+    "hardsync": ({"name": "adv"}, "hardsync"),
+}
+
+
+@pytest.mark.parametrize("cases", together(["adv", "adv*", "groups"], AMONG_NODES))
+def test_the_order_of_ranks_does_not_matter(tmp_path: Path, cases: list[str]) -> None:
     """Ranks of two nodes take turns; every role is on a rank of its node, and what comes out is what always does."""
-    topologies = {
-        "adv": {"name": "adv"},
-        "adv*": {"name": "adv*"},
-        "groups": {"name": "groups", "options": {"groups": 2}},
-    }
-    jobs = {
-        str(tmp_path / f"{name}.h5"): make_job(topology, PROTOCOLS["async"]) for name, topology in topologies.items()
-    }
-    jobs[str(tmp_path / "hardsync.h5")] = make_job({"name": "adv"}, PROTOCOLS["hardsync"])
+    about = {case: AMONG_NODES[case] for case in cases}
+    jobs = {str(tmp_path / f"{case}.h5"): make_job(of, PROTOCOLS[rule]) for case, (of, rule) in about.items()}
     on_ranks(user_code.train_among_two_nodes, 6, jobs=jobs)
     for path in map(Path, jobs):
         with rudra.open_results(path) as results:
