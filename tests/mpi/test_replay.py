@@ -80,7 +80,6 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
 
 COVERING = [
     "async-momentum",
-    "1-softsync-momentum",
     "2-softsync-adagrad",
     "async-staleness",
     "hardsync-shares",
