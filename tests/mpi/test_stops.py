@@ -111,7 +111,7 @@ def test_stop_of_one_rank_in_any_phase_stops_all_in_order(tmp_path: Path, where:
 
 EARLY = [
     ("import", signal.SIGTERM),
-    ("start", signal.SIGUSR1),
+    pytest.param("start", signal.SIGUSR1, marks=CAMPAIGN),
     ("start", signal.SIGHUP),  # which MPI's libraries would keep to themselves
     ("load", signal.SIGINT),
     ("set-up", signal.SIGHUP),
