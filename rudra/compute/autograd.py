@@ -46,7 +46,7 @@ class _Given(torch.autograd.Function):
         return output.new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, None]:
         return ctx.gradient, None
 
 
