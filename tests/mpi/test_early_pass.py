@@ -78,7 +78,7 @@ APART = ["--set", "cluster.node_memory=false", "--set", "cluster.buckets=0.02"]
 def test_a_run_that_is_stopped_and_resumed_gets_the_weights_of_one_that_is_not(tmp_path: Path) -> None:
     job, output = job_file(tmp_path), tmp_path / "out.h5"
     process = start("run", job, "--output", output, *APART)
-    wait_for_updates(process, output, 60)
+    wait_for_updates(process, output, 30)
     os.kill(process.pid, signal.SIGTERM)
     code, _, err = finish(process)
     assert code == 3, err
