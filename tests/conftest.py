@@ -13,9 +13,10 @@ from hypothesis import settings
 
 from rudra.prepare import cost_files
 
-settings.register_profile("check", max_examples=16)
-settings.register_profile("all", max_examples=40)  # of `./check --all`
-settings.register_profile("fuzz", max_examples=4000, print_blob=True)  # a campaign, see tests/unit/fuzzing.py
+# No deadlines of single examples: another process may take the cores of any of them.
+settings.register_profile("check", max_examples=16, deadline=None)
+settings.register_profile("all", max_examples=40, deadline=None)  # of `./check --all`
+settings.register_profile("fuzz", max_examples=4000, deadline=None, print_blob=True)  # see tests/unit/fuzzing.py
 settings.load_profile("check")  # `--hypothesis-profile` replaces it
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would ours
