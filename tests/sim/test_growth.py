@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +55,7 @@ def sizes(results: rudra.Results) -> list[int]:
 
 def active(results: rudra.Results) -> list[int]:
     """The numbers of learners that made updates, in their order."""
-    return [int(count) for place, count in enumerate(results.updates["gradients"]) if _changes(results, place)]
-
-
-def _changes(results: rudra.Results, place: int) -> bool:
-    counts = results.updates["gradients"]
-    return place == 0 or counts[place] != counts[place - 1]
+    return [count for count, _ in groupby(results.updates["gradients"].tolist())]
 
 
 CURVES: dict[str, tuple[str, Mapping[int, float], list[int], int]] = {  # growth, seconds, sizes measured, the last one
