@@ -14,6 +14,8 @@ EXIT_STOPPED = 3
 
 def printable(text: str) -> str:
     """Returns the text with escapes for line ends and control characters."""
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

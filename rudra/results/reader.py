@@ -11,6 +11,7 @@ a killed writer. The file of a killed or running writer opens only in SWMR mode:
 
 import ctypes
 import hashlib
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -115,8 +116,8 @@ class Results:
         self._file, self.live = _open(path)
         try:
             with self._reading():
-                validation.plain_attributes(self._file.attrs)
-                self.attributes: dict[str, Any] = {name: _decoded(value) for name, value in self._file.attrs.items()}
+                values = validation.plain_attributes(self._file.attrs)
+                self.attributes: dict[str, Any] = {name: _decoded(value) for name, value in values.items()}
                 missing = [name for name in OBJECTS if name not in self._file]
             version = self.attributes.get("format_version")
             if version is None:
@@ -134,7 +135,7 @@ class Results:
             with self._reading():
                 self._absent = absent
                 for name in (name for name in DATASETS if name not in absent):
-                    if not isinstance(self._file.get(name, getlink=True), h5py.HardLink):
+                    if self._file.id.links.get_info(name.encode()).type != h5py.h5l.TYPE_HARD:
                         raise ValueError(f"/{name} is a link")
                     validation.dataset(self._file[name], name)
         except ResultsError:
@@ -472,8 +473,12 @@ class Results:
             return np.zeros(0, validation.DTYPES[name])
         with self._reading():
             dataset = self._dataset(name)
-            validation.fits(dataset.nbytes, name, self.path.stat().st_size)
-            return self._checked(name, dataset[()])
+            dtype, shape = dataset.dtype, dataset.shape
+            validation.fits(math.prod(shape) * dtype.itemsize, name, self.path.stat().st_size)
+            values = np.zeros(shape, dtype)
+            if values.size:
+                dataset.id.read(h5py.h5s.ALL, h5py.h5s.ALL, values)
+            return self._checked(name, values)
 
     def _dataset(self, name: str) -> h5py.Dataset:
         """Returns a data set with the rows that its file has now."""
@@ -560,6 +565,8 @@ def _open_swmr(path: Path) -> h5py.File:
 
 def _decoded(value: Any) -> Any:
     """Returns a plain Python value for a value from HDF5."""
+    if isinstance(value, bytes):
+        return printable(value.decode("utf-8", "replace"))
     array = np.asarray(value)
     if array.dtype.kind != "S":
         return array.tolist()

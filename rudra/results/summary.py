@@ -27,7 +27,8 @@ def summarise(results: RunTables, target: str | None = None, window: int | None 
     updates, gradients, epochs, totals = results.updates, results.gradients, results.epochs, results.totals
     account = {name: int(totals[0][name]) for name in ("pushed", "pending", "discarded", "lost")} if len(totals) else {}
     samples = int(totals[0]["samples"]) if len(totals) else int(updates["samples"].sum())
-    time_s = _time_s(results)
+    time_s = _time_s(updates, totals)
+    events, learners = results.events, results.learners
     applied = int(totals[0]["applied"]) if len(totals) else len(gradients)
     staleness = gradients["staleness"]
     test_error = _numbers(epochs, "test_error")
@@ -54,9 +55,9 @@ def summarise(results: RunTables, target: str | None = None, window: int | None 
         **_rates(job.get("optimizer", {}).get("learning_rate"), attributes, updates, epochs),
         "minibatch_size": attributes.get("minibatch_size"),
         "bucket_bytes": attributes.get("bucket_bytes"),  # missing in older files
-        "branch": _told(results, b"branch"),
-        "changes": _told(results, b"change"),
-        "bank_sizes": {found.size: found.images_per_s for found in measurements(results.events)},
+        "branch": _told(events, b"branch"),
+        "changes": _told(events, b"change"),
+        "bank_sizes": {found.size: found.images_per_s for found in measurements(events)},
         "learners_per_device": _bank(job.get("cluster", {}), attributes.get("learners"), updates),
         "planned_epochs": job.get("training", {}).get("epochs"),
         "untested_epochs": _untested(job, epochs),
@@ -89,9 +90,9 @@ def summarise(results: RunTables, target: str | None = None, window: int | None 
         "discarded": account.get("discarded"),
         "lost": account.get("lost"),
         **_noise(results),
-        "learner_times": [_times(row, time_s) for row in results.learners],
-        "workers": _workers(results),
-        "overlap": _overlap(results.learners),
+        "learner_times": [_times(row, time_s) for row in learners],
+        "workers": _workers(results, gradients, time_s),
+        "overlap": _overlap(learners),
         "initial_weights_sha256": attributes.get("initial_weights_sha256"),
         "weights_sha256": state["weights_sha256"] or None,
         "weights_average": _average(job.get("optimizer", {}).get("average", {})),
@@ -121,9 +122,8 @@ def _average(table: dict[str, Any]) -> str | None:
     return average.text if average.given else None
 
 
-def _told(results: RunTables, kind: bytes) -> list[str]:
+def _told(events: Rows, kind: bytes) -> list[str]:
     """Returns the texts of all events of a kind."""
-    events = results.events
     return [printable(text.decode("utf-8", "replace")) for text in events["text"][events["kind"] == kind]]
 
 
@@ -254,17 +254,17 @@ def _overlap(learners: NDArray[np.void]) -> float | None:
     return compute_s / whole_s if whole_s > 0 else None
 
 
-def _workers(results: RunTables) -> list[dict[str, Any]]:
+def _workers(results: RunTables, gradients: Rows, time_s: float) -> list[dict[str, Any]]:
     """Returns a description and totals of each worker that a coordinator assigned samples to. Otherwise empty.
 
     The share of busy time is given only if known. Batch sizes are sums over all threads of a worker.
     """
-    learners, gradients = results.attributes.get("learners"), results.gradients
+    learners = results.attributes.get("learners")
     if not results.attributes.get("scheduled") or not learners:
         return []
     table = checked(HogbatchTable, results.job.get("hogbatch", {}), "hogbatch")
     found = []
-    busy = {int(row["learner"]): _times(row, _time_s(results))["compute_share"] for row in results.learners}
+    busy = {int(row["learner"]): _times(row, time_s)["compute_share"] for row in results.learners}
     for learner, worker in enumerate(table.team(learners)):
         mine = gradients["samples"][gradients["learner"] == learner]
         about = {"learner": learner, "kind": worker.kind, "threads": worker.threads, "updates": len(mine)}
@@ -276,9 +276,8 @@ def _workers(results: RunTables) -> list[dict[str, Any]]:
     return found
 
 
-def _time_s(results: RunTables) -> float:
+def _time_s(updates: Rows, totals: Rows) -> float:
     """Returns the current seconds of training."""
-    updates, totals = results.updates, results.totals
     return float(totals[0]["time_s"]) if len(totals) else float(updates["time_s"][-1]) if len(updates) else 0.0
 
 

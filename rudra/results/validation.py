@@ -74,13 +74,26 @@ class Known(dict[str, Any]):
         raise ResultsError(f"{self._path}: damaged: has no {self._what} '{name}'")
 
 
-def plain_attributes(found: h5py.AttributeManager) -> None:
-    """Raises ValueError unless all attributes are texts and numbers. HDF5 would read other types' bytes as
-    addresses."""
+def plain_attributes(found: h5py.AttributeManager) -> dict[str, Any]:
+    """Returns name -> value of all attributes.
+
+    Raises:
+        ValueError: An attribute is neither a text nor a number. HDF5 would read other types' bytes as addresses.
+    """
+    values = dict[str, Any]()
     for name in found:
-        dtype = found.get_id(name).dtype
-        if dtype.kind not in "biufS" and h5py.check_string_dtype(dtype) is None:
+        attribute = found.get_id(name)
+        dtype, shape = attribute.dtype, attribute.shape
+        fixed = dtype.kind in "biufS"
+        if not fixed and h5py.check_string_dtype(dtype) is None:
             raise ValueError(f"attribute '{name}' is neither a text nor a number")
+        if fixed and shape is not None:
+            value = np.zeros(shape, dtype)
+            attribute.read(value)
+            values[name] = value if value.ndim else value[()]
+        else:
+            values[name] = found[name]
+    return values
 
 
 def attributes(values: Mapping[str, Any], path: Path) -> Known:
@@ -116,10 +129,10 @@ def dataset(found: object, name: str) -> None:
     """Raises ValueError unless `found` is the data set of this name."""
     if not isinstance(found, h5py.Dataset) or found.is_virtual or found.external:
         raise ValueError(f"/{name} is not a plain data set")
-    wanted = DTYPES.get(name)
+    wanted, dtype = DTYPES.get(name), found.dtype
     dimensions = 2 if name == "weights/epochs" else 1
-    plain = found.dtype.names is not None and not found.dtype.hasobject  # objects are addresses
-    known = plain if wanted is None else found.dtype in (wanted, older(name, wanted))
+    plain = dtype.names is not None and not dtype.hasobject  # objects are addresses
+    known = plain if wanted is None else dtype == wanted or dtype == older(name, wanted)
     if not known or found.ndim != dimensions:
         raise ValueError(f"/{name} has another layout")
 
