@@ -1,7 +1,8 @@
 """Old names of tables and keys of jobs, which older result files and jobs of users may contain."""
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 
@@ -67,11 +68,15 @@ HOOKS = {"rudra.hooks:csv": "csv", "rudra.hooks:tensorboard": "tensorboard"}
 def answers(job: Mapping[str, Any]) -> list[str]:
     """Returns a line with the new name for each table or key of a job that has an old name."""
     found: dict[str, str] = {}
+    places: dict[Any, list[Any]] = {}
     for each in RENAMED:
         tables, key = _split(each.old)
-        told = each.old not in LISTS and any(old.startswith(f"{each.old}.") for old in found)
-        if not told and any(key in place for place in _places(job, tables, each)):
-            found[each.old] = _answer(each)
+        if (where := (tables, each.names)) not in places:
+            places[where] = _places(job, tables, each)
+        if any(key in place for place in places[where]):
+            told = each.old not in LISTS and any(old.startswith(f"{each.old}.") for old in found)
+            if not told:
+                found[each.old] = _answer(each)
     return [*found.values()]
 
 
@@ -96,14 +101,17 @@ def translated(job: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _split(name: str) -> tuple[list[str], str]:
+@cache
+def _split(name: str) -> tuple[tuple[str, ...], str]:
     """Splits a dotted name into its tables, outermost first, and its key."""
     *tables, key = name.split(".")
-    return tables, key
+    return tuple(tables), key
 
 
-def _places(job: Mapping[str, Any], tables: list[str], each: Renamed) -> list[Any]:
+def _places(job: Mapping[str, Any], tables: Sequence[str], each: Renamed) -> list[Any]:
     """Returns the tables that may have the old key: one, each of a list, or none if the name does not fit."""
+    if tables and not isinstance(job.get(tables[0]), dict | list | tuple | Mapping):
+        return []
     places: list[Any] = [job]
     for table in tables:
         inner = [place.get(table) for place in places if isinstance(place, Mapping)]
@@ -113,7 +121,7 @@ def _places(job: Mapping[str, Any], tables: list[str], each: Renamed) -> list[An
     return [place for place in places if isinstance(place, Mapping) and fits]
 
 
-def _made(job: dict[str, Any], tables: list[str]) -> dict[str, Any]:
+def _made(job: dict[str, Any], tables: Sequence[str]) -> dict[str, Any]:
     """Returns a table of a job. Makes it if the job lacks it, or if a damaged file has another value there."""
     for table in tables:
         job[table] = _table_in(job, table)
