@@ -4,9 +4,11 @@ import importlib.util
 import io
 import warnings
 from collections.abc import Collection
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from rudra.data.readers.common import Arrays, check_labels, content_of, no_options
 from rudra.data.sources import Dense
@@ -26,12 +28,7 @@ def read_digits(table: DataTable, wanted: Collection[str]) -> Arrays:
     if spec is None or not spec.submodule_search_locations:
         raise DataError("[data] name = digits needs scikit-learn: pip install 'rudra[digits]'")
     file = Path(spec.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
-    content = io.BytesIO(content_of(file, _LARGEST))
-    try:
-        with warnings.catch_warnings(action="error"):
-            rows = np.loadtxt(content, delimiter=",", dtype=np.uint8).reshape(-1, 65)
-    except (ValueError, UserWarning) as error:
-        raise DataError(f"{file}: not a table of digits: {one_line(error)}") from None
+    rows = _rows(file, bytes(content_of(file, _LARGEST)))
     images, labels = rows[:, :-1].reshape(-1, 1, 8, 8), rows[:, -1].astype(np.int64)
     check_labels(labels, 10, str(file))
     held_out = np.zeros(len(rows), bool)
@@ -43,6 +40,16 @@ def read_digits(table: DataTable, wanted: Collection[str]) -> Arrays:
         if split in wanted:
             arrays.pairs[split] = Dense(images[chosen]), Dense(labels[chosen])
     return arrays
+
+
+@lru_cache(maxsize=1)
+def _rows(file: Path, content: bytes) -> npt.NDArray[np.uint8]:
+    """Returns one row for each sample: the pixels and the label. A process that makes many runs reads them once."""
+    try:
+        with warnings.catch_warnings(action="error"):
+            return np.loadtxt(io.BytesIO(content), delimiter=",", dtype=np.uint8).reshape(-1, 65)
+    except (ValueError, UserWarning) as error:
+        raise DataError(f"{file}: not a table of digits: {one_line(error)}") from None
 
 
 READERS = {"digits": read_digits}
