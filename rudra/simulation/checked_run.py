@@ -14,6 +14,7 @@ from rudra.compute.owners import OwnerExecutor
 from rudra.compute.parts import joined
 from rudra.core.actions import Finish, Record, Save, StoreEpochWeights
 from rudra.core.events import Event
+from rudra.core.records import joined_rows
 from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.data.load import load
 from rudra.job.job import Job
@@ -55,7 +56,7 @@ class TrialRows:
         self.warnings.append(f"{name}: {text}")
 
     def __getitem__(self, table: str) -> npt.NDArray[Any]:
-        return np.concatenate(self.tables[table])
+        return joined_rows(self.tables[table])
 
 
 def validate(machine: Machine, before: States, event: Event) -> None:

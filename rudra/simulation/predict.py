@@ -30,7 +30,7 @@ from rudra.core.actions import (
 )
 from rudra.core.events import Event
 from rudra.core.layout import Placed
-from rudra.core.records import TIMES
+from rudra.core.records import TIMES, joined_rows
 from rudra.core.wire import tail_bytes
 from rudra.errors import ConfigError
 from rudra.job.job import Job
@@ -237,7 +237,7 @@ class KeptRows:
     def warn(self, name: str, text: str) -> None: ...
 
     def __getitem__(self, table: str) -> npt.NDArray[Any]:
-        return np.concatenate(self._tables[table])
+        return joined_rows(self._tables[table])
 
 
 def _evaluate(

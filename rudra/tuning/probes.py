@@ -37,12 +37,12 @@ class Probe(NamedTuple):
     @classmethod
     def of(cls, settings: Settings, origin: str, epochs: int, seed: int = 0) -> "Probe":
         """Makes a probe from settings by key."""
-        return cls(tuple(sorted((key, json.dumps(value)) for key, value in settings.items())), origin, epochs, seed)
+        return cls(tuple(sorted((key, _encoded(value)) for key, value in settings.items())), origin, epochs, seed)
 
     @property
     def by_key(self) -> dict[str, Any]:
         """Settings by key."""
-        return {key: json.loads(value) for key, value in self.settings}
+        return {key: _decoded(value) for key, value in self.settings}
 
     @property
     def name(self) -> str:
@@ -58,6 +58,20 @@ class Probe(NamedTuple):
     def end(self) -> str:
         """Name of its checkpoint at its present length."""
         return f"{self.name}-{self.begins_at + self.epochs}"
+
+
+def _encoded(value: Any) -> str:
+    """Returns a value as JSON. Searches encode the same few values thousands of times."""
+    return _json_of(value) if isinstance(value, str | int | float | None) else json.dumps(value)
+
+
+def _decoded(text: str) -> Any:
+    """Returns the value of a text of JSON. Lists and tables are the caller's own."""
+    return json.loads(text) if text[0] in "[{" else _value_of(text)
+
+
+_json_of = lru_cache(1 << 14, typed=True)(json.dumps)  # typed, as True, 1 and 1.0 are equal
+_value_of = lru_cache(1 << 14)(json.loads)
 
 
 @lru_cache(1 << 14)

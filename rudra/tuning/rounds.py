@@ -11,7 +11,7 @@ from rudra.results.progress import duration
 from rudra.tuning.batches import nearest, rescaled
 from rudra.tuning.prices import Price
 from rudra.tuning.probes import Probe
-from rudra.tuning.space import Settings, by_steps, spelled_out, with_settings
+from rudra.tuning.space import Settings, by_steps, spelled_out
 from rudra.tuning.state import SearchState, key_of
 
 T = TypeVar("T")
@@ -362,7 +362,7 @@ def simplicity(settings: Settings) -> tuple[int, int, str]:
 
 def is_given(state: SearchState, settings: Settings) -> bool:
     """Whether settings make the job as given."""
-    return not settings or spelled_out(with_settings(state.job, settings)) == spelled_out(state.job)
+    return not settings or spelled_out(state.job_with(settings)) == spelled_out(state.job)
 
 
 def latest_s(state: SearchState) -> float:

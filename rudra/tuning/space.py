@@ -83,6 +83,8 @@ _SHORT = {
     "optimizer.average.window": "average over each {}",
 }
 
+_PLACES = {key: place for place, key in enumerate(_SHORT)}
+
 
 def said(key: str, value: Any) -> str:
     """Returns a setting as people read it."""
@@ -92,8 +94,7 @@ def said(key: str, value: Any) -> str:
 
 def in_words(settings: Settings) -> str:
     """Returns settings as people read them, the protocol first."""
-    order = [*_SHORT]
-    keys = sorted(settings, key=lambda key: order.index(key) if key in order else len(order))
+    keys = sorted(settings, key=lambda key: _PLACES.get(key, len(_PLACES)))
     return ", ".join(said(key, settings[key]) for key in keys if settings[key] not in (None, {}, (), []))
 
 

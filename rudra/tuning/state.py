@@ -13,7 +13,7 @@ from rudra.tuning.batches import UpdateBatch, batch_of
 from rudra.tuning.prices import Price
 from rudra.tuning.probes import Outcome, Probe, ProbeNoise
 from rudra.tuning.ruler import Mark, Ruler, crossed, reached
-from rudra.tuning.space import Settings
+from rudra.tuning.space import Settings, with_settings
 
 SURE, UNSURE = 2, 1.15
 """Epochs of a probe that decides, and the factor on the time of a shorter one in the ranking. A lower learning rate
@@ -88,6 +88,7 @@ class SearchState:
         self.limit = math.inf
         self._measured: dict[tuple[tuple[str, str], ...], float] = {}
         self._batches: dict[tuple[tuple[str, str], ...], UpdateBatch] = {}
+        self._jobs: dict[tuple[tuple[str, str], ...], Job] = {}
         self.probes: dict[str, Probe] = {}
         self.outcomes: dict[str, Outcome] = {}
 
@@ -234,6 +235,13 @@ class SearchState:
         if key not in self._batches:
             self._batches[key] = batch_of(self._priced[key].point.job)
         return self._batches[key]
+
+    def job_with(self, settings: Settings) -> Job:
+        """Returns the job with settings. Strategies ask for the same jobs in every round."""
+        key = key_of(settings)
+        if key not in self._jobs:
+            self._jobs[key] = with_settings(self.job, settings)
+        return self._jobs[key]
 
     @property
     def noise(self) -> ProbeNoise | None:

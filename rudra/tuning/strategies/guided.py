@@ -45,7 +45,7 @@ from rudra.tuning.rounds import (
     started,
     suited,
 )
-from rudra.tuning.space import OF_STRATEGIES, PER_DEVICE, Settings, finest, with_settings
+from rudra.tuning.space import OF_STRATEGIES, PER_DEVICE, Settings, finest
 from rudra.tuning.state import SURE, SearchState, key_of
 
 FINER_RATES, FINER_MOMENTA = (1.5, 1 / 1.5), (0.1, -0.1)
@@ -162,7 +162,7 @@ def _finer(state: SearchState) -> Iterator[Settings]:
     if MOMENTUM in best and MOMENTUM not in state.given:
         near = (round(best[MOMENTUM] + each, 2) for each in FINER_MOMENTA)
         steps += [{MOMENTUM: momentum} for momentum in near if 0 <= momentum < 1]
-    others = finest(best, with_settings(state.job, best), state.given)
+    others = finest(best, state.job_with(best), state.given)
     for settings in itertools.chain(({**best, **step} for step in steps), others):
         if key_of(settings) not in tried and not diverges(state, settings):
             yield settings
