@@ -95,6 +95,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """What is there now is not looked at again while tests run: that took a third of their time."""
     gc.freeze()
+    gc.set_threshold(10_000)  # simulations make many objects, and hardly any cycles
     gc.enable()
 
 
