@@ -15,6 +15,8 @@ from rudra.cli.main import main
 from rudra.errors import ResultsError, RudraError
 from rudra.job.job import Job
 from rudra.results.scores import on_test_set
+from rudra.simulation.predict import Outline
+from rudra.tuning import prices
 from rudra.tuning.answer import Verdict
 from rudra.tuning.journal import NAME
 from rudra.tuning.probes import Outcome, Probe
@@ -64,11 +66,28 @@ def count_training(patch: pytest.MonkeyPatch) -> list[tuple[str, str, int]]:
     return trained
 
 
+PRICES: dict[tuple[str, str], tuple[float, float, str] | str] = {}
+
+
+def share_predictions(patch: pytest.MonkeyPatch) -> None:
+    """Searches predict a point once in this process. Only its job and the outline of its model decide its price."""
+    price = prices._price
+
+    def once(about: tuple[Job, Outline]) -> tuple[float, float, str] | str:
+        key = about[0].to_json(), repr(about[1])
+        if key not in PRICES:
+            PRICES[key] = price(about)
+        return PRICES[key]
+
+    patch.setattr(prices, "_price", once)
+
+
 @pytest.fixture(scope="module")
 def searched(tmp_path_factory: pytest.TempPathFactory) -> Searched:
     directory = tmp_path_factory.mktemp("searched")
     with pytest.MonkeyPatch.context() as patch:
         trained = count_training(patch)
+        share_predictions(patch)
         found = rudra.tune(JOB, output=directory / "whole", store=directory / "probes", **ABOUT)
     return Searched(directory / "whole", directory / "probes", found, trained)
 
@@ -76,6 +95,7 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> Searched:
 def test_a_search_that_is_stopped_continues_and_its_job_reaches_the_target(
     searched: Searched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    share_predictions(monkeypatch)
     plain, trained = Trainer.train, []
     evaluated: list[Sequence[Path]] = []
 
@@ -164,6 +184,7 @@ def test_another_cluster_trains_only_what_depends_on_time(
     """The store of another search changes nothing but the time."""
     monkeypatch.setattr("rudra.report.page.inline", lambda figure, prefix, *, narrow: "")  # nobody looks at figures
     trained = count_training(monkeypatch)
+    share_predictions(monkeypatch)
     even = JOB.with_(simulation={"slowdown": {}, "compute_s": 0.01})
     alone = rudra.tune(even, output=tmp_path / "alone", **ABOUT)
     trained.clear()
