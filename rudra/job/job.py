@@ -121,17 +121,20 @@ class Job(JobFields):
         Raises:
             ConfigError: as in `load`. The text names the file or the wrong change.
         """
-        stages = [tables]
+        final = copy.deepcopy(tables) if changes else tables
         for change in changes:
             if "." not in change.key and (
                 places := [f"{table}.{change.key}" for table in _tables_with(cls, change.key)]
             ):
                 raise ConfigError(f"{change.said}: must read table.key=value; did you mean {' or '.join(places)}?")
-            stages.append(copy.deepcopy(stages[-1]))
-            apply(stages[-1], change)
+            apply(final, change)
         try:
-            return cls(**{"name": path.stem, **stages[-1]})
+            return cls(**{"name": path.stem, **final})
         except ConfigError as error:
+            stages = [tables]
+            for change in changes:
+                stages.append(copy.deepcopy(stages[-1]))
+                apply(stages[-1], change)
             valid = [_is_valid(cls, stage) for stage in stages]
             last = max((i for i, good in enumerate(valid) if good), default=None)
             where = path if last is None else changes[last].said
@@ -214,7 +217,9 @@ class Job(JobFields):
         learners = learners or self.cluster.learners or -(-4 // bank) * bank
         at_once = -(-learners // self.cluster.on_rank(learners))
         given = threads_per_rank or self.cluster.threads_per_rank
-        job = self.with_(cluster={"learners": learners, "threads_per_rank": given or max(1, cores // at_once)})
+        threads = given or max(1, cores // at_once)
+        settled = (learners, threads) == (self.cluster.learners, self.cluster.threads_per_rank)
+        job = self if settled else self.with_(cluster={"learners": learners, "threads_per_rank": threads})
         if given or not job.cluster.accelerated:
             return job
         plan = job.make_topology().plan(learners)

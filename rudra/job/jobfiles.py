@@ -1,9 +1,11 @@
 """Search, reading and overrides of job files, before validation."""
 
+import copy
 import importlib.metadata
 import os
 import re
 import tomllib
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,20 +77,26 @@ def read_toml(path: Path) -> dict[str, Any]:
     text = ""
     try:
         text = path.read_text(encoding="utf-8")
-        if _LONG_KEY.search(text):  # the time of tomllib grows with the square of the number of parts of a key
-            raise RecursionError
-        tables = tomllib.loads(text)
-        level: list[Any] = [tables]
-        for _ in range(_DEEPEST):
-            level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
-            level = [inner for inner in level if isinstance(inner, dict | list)]
-        if level:
-            raise RecursionError
-        return tables
+        return copy.deepcopy(_tables_of(text))
     except (OSError, ValueError) as error:  # also a number of more than 4,300 digits
         raise ConfigError(f"{path}: {_at_its_line(str(error), text)}") from None
     except RecursionError:
         raise ConfigError(f"{path}: too many nested tables and lists; use {_DEEPEST} levels at most") from None
+
+
+@lru_cache(maxsize=32)
+def _tables_of(text: str) -> dict[str, Any]:
+    """Returns the tables of a TOML text. The points of a study read the same files again and again."""
+    if _LONG_KEY.search(text):  # the time of tomllib grows with the square of the number of parts of a key
+        raise RecursionError
+    tables = tomllib.loads(text)
+    level: list[Any] = [tables]
+    for _ in range(_DEEPEST):
+        level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
+        level = [inner for inner in level if isinstance(inner, dict | list)]
+    if level:
+        raise RecursionError
+    return tables
 
 
 def _at_its_line(said: str, text: str) -> str:
