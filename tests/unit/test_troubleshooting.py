@@ -8,6 +8,8 @@ from pathlib import Path
 
 from pages import ROOT, page
 
+from tests.structure import parsed
+
 RAISED = {
     *("ConfigError", "DataError", "TopologyError", "ProtocolError", "ResultsError", "ReplayError", "LaunchError"),
     *("RunError", "HookError", "CheckpointError", "ValueError"),
@@ -52,7 +54,7 @@ def messages() -> Iterator[tuple[str, set[str]]]:
     """Place -> what is said there, with `…` for what a run fills in; each text in all its variants."""
     phrases = assigned(ast.parse((ROOT / "rudra/job/rules/phrases.py").read_text(encoding="utf-8")))
     for path in sources():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = parsed(path)
         constants = assigned(ast.Module([node for node in tree.body if isinstance(node, ast.Assign)], []))
         if path.parent.name == "rules":
             constants |= phrases
