@@ -3,9 +3,10 @@
 import json
 import os
 import re
+import shlex
+import shutil
 import signal
 import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from benchmarks.gpu_rows import CheckFailed, Figures, Found, LeftOut, Row, Secti
 from rudra.benchmark_report import Spread
 from rudra.cli.main import main
 from rudra.errors import RunError
+from tests import forks
 from tests.structure import ROOT
 
 
@@ -319,10 +321,25 @@ def test_each_device_has_a_name_and_a_backend() -> None:
     }
 
 
-def test_check_ends_with_the_exit_code_of_a_mistake() -> None:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    env = {**os.environ, "PATH": path, "CUDA_VISIBLE_DEVICES": ""}
-    command = [str(ROOT / "check"), "--gpu", "--device", "hots"]
+PYTHON = """#!/bin/sh
+case "$*" in
+  *torch.cuda.is_available*) exit 1 ;;
+  "-c "*) exit 0 ;;
+  "-m rudra "*) shift 2; exec {rudra} "$@" ;;
+  *) echo "what is $*" >&2; exit 9 ;;
+esac
+"""
+
+
+def test_check_ends_with_the_exit_code_of_a_mistake(tmp_path: Path) -> None:
+    """Of a Python that is ready and sees no GPU, without the imports of torch that would tell."""
+    for name in ("check", ".setup"):
+        shutil.copy(ROOT / name, tmp_path)
+    stand_in = tmp_path / "python3"
+    stand_in.write_text(PYTHON.format(rudra=shlex.join(forks.rudra())))
+    stand_in.chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
+    command = [str(tmp_path / "check"), "--gpu", "--device", "hots"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines()[-1].startswith("rudra: bench gpu: --device 'hots' is unknown")
