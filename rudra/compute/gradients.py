@@ -45,6 +45,7 @@ _COMPILED = 1e-3
 
 _DEPTH = 2  # mini-batches that the input thread prepares in advance
 _TOGETHER_BYTES = 1 << 17  # drawn at once from samples in memory: small relative to a cache, and per learner
+_FIRST_TOGETHER = 8  # steps at the beginning of a run
 _INDEX_BYTES = 32  # of a sample that a device gathers: its index, and the movement of its image
 
 
@@ -436,12 +437,19 @@ class _Inputs:
 
 
 def _together(step: int, work: Work, sample_bytes: int) -> tuple[int, list[Work]]:
-    """Returns which steps are drawn together: the first, and the work of each."""
+    """Returns which steps are drawn together: the first, and the work of each.
+
+    The first steps of a run are drawn few at a time, as a short run needs no more.
+    """
     if not sample_bytes or not work.stride:
         return step, [work]
     together = max(1, _TOGETHER_BYTES // (sample_bytes * work.count))
-    before = min(step % together, work.first // work.stride)
-    return step - before, [work.after(i - before) for i in range(together)]
+    start, end = step - step % together, step - step % together + together
+    if not start:
+        start = 0 if step < _FIRST_TOGETHER else 1 << (step.bit_length() - 1)
+        end = min(together, max(_FIRST_TOGETHER, 2 * start))
+    before = min(step - start, work.first // work.stride)
+    return step - before, [work.after(i - before) for i in range(end - start)]
 
 
 class _Prefetched:

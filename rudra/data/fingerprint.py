@@ -8,6 +8,7 @@ differently. A difference in other samples is not noticed.
 import time
 import zlib
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -142,12 +143,18 @@ def _summary(tree: Any) -> Summary:
                 continue
             values = np.nan_to_num(values.astype(np.float64), posinf=1e30, neginf=-1e30)
             squares += float(values @ values)
-            pattern += float(values @ np.cos(np.arange(count, count + len(values))))
+            pattern += float(values @ _cosines(count, count + len(values)))
             count += len(values)
 
     mapped(add, tree)
     size = max(1, count) ** 0.5
     return crc, float(f"{squares**0.5 / size:.6g}"), float(f"{pattern / size:.6g}")
+
+
+@lru_cache(maxsize=8)
+def _cosines(first: int, end: int) -> npt.NDArray[np.float64]:
+    """Returns the weights of the numbers of a sample, which are the same in all samples of the same shape."""
+    return np.cos(np.arange(first, end))
 
 
 def _alike(one: Summary, other: Summary) -> bool:
