@@ -10,6 +10,7 @@ import copy
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Self
@@ -86,10 +87,17 @@ class Job(JobFields):
         """Returns the job after a number of its changes. It has no changes itself."""
         if not self.changes:
             return self
-        tables: Any = {table: _as_dict(getattr(self, table)) for table in MAY_CHANGE}
-        for change in self.changes[:number]:
-            tables = change.applied(tables)
-        return self.with_(changes=(), **tables)
+        if number not in self._made_after:
+            tables: Any = {table: _as_dict(getattr(self, table)) for table in MAY_CHANGE}
+            for change in self.changes[:number]:
+                tables = change.applied(tables)
+            self._made_after[number] = self.with_(changes=(), **tables)
+        return self._made_after[number]
+
+    @cached_property
+    def _made_after(self) -> dict[int, Job]:
+        """Results of `after`, which roles and rules ask for at each boundary."""
+        return {}
 
     @classmethod
     def load(cls, job: str | Path, overrides: Sequence[str] = ()) -> Job:
