@@ -107,8 +107,8 @@ def _of_text(file: Path) -> Iterator[tuple[int, str]]:
 def _of_code(file: Path) -> Iterator[tuple[int, str]]:
     """Yields docstrings, comments, and strings of at least four words."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
-    statements = (node.value for node in ast.walk(tree) if isinstance(node, ast.Expr))
-    docstrings = {value.lineno for value in statements if isinstance(value, ast.Constant)}
+    expressions = (node.value for node in _statements(tree) if isinstance(node, ast.Expr))
+    docstrings = {value.lineno for value in expressions if isinstance(value, ast.Constant)}
     with file.open("rb") as stream:
         for token in tokenize.tokenize(stream.readline):
             first, text = token.start[0], token.string
@@ -116,6 +116,16 @@ def _of_code(file: Path) -> Iterator[tuple[int, str]]:
                 yield first, text.lstrip("# ")
             elif token.type == tokenize.STRING and (first in docstrings or text.count(" ") >= 3):
                 yield from enumerate(text.splitlines(), first)
+
+
+def _statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yields all statements, at any depth."""
+    left = [tree]
+    while left:
+        node = left.pop()
+        yield node
+        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+            left += getattr(node, name, ())
 
 
 def main(paths: list[str]) -> None:
