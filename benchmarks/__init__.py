@@ -64,7 +64,7 @@ BENCHMARKS = {  # name -> comparison and goal
         "no goal",
     ),
     "bank_records": (
-        "time of the host for the records of a bank whose learners compute nothing: bursts of updates and local steps",
+        "time of the host for the records of a bank whose learners compute nothing: updates and local steps",
         "per round: <= 60 µs + 4 µs a learner in bursts of 1, <= 5 µs in bursts of 64; >= 200,000 rows/s",
     ),
     "growth": (
