@@ -1,5 +1,6 @@
 """Evaluations in virtual time, on nodes whose cores the learners need."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,10 +45,10 @@ def job_of(protocol: str, topology: str, costs: dict[str, Any], **training: Any)
     ],
 )
 def test_an_evaluation_delays_learners_that_fill_the_cores_of_its_node(
-    protocol: str, topology: str, costs: dict[str, Any], delay_s: float, taken_s: float
+    tmp_path: Path, protocol: str, topology: str, costs: dict[str, Any], delay_s: float, taken_s: float
 ) -> None:
     job = job_of(protocol, topology, costs, target="accuracy >= 1", target_window=1)
-    with rudra.simulate(job) as results:
+    with rudra.simulate(job, output=tmp_path / "out.h5") as results:
         ended, taken = results.epochs["time_s"], results.epochs["evaluation_s"]
     first_s, *later_s = np.diff(ended, prepend=0.0)  # the first epoch has no evaluation
     assert later_s == pytest.approx([first_s + delay_s] * 3, abs=STEP_S / 2)
@@ -55,11 +56,11 @@ def test_an_evaluation_delays_learners_that_fill_the_cores_of_its_node(
     assert predict(job).epoch_s == pytest.approx(first_s + delay_s, rel=0.05)
 
 
-def test_an_evaluation_that_decides_nothing_has_a_low_priority() -> None:
+def test_an_evaluation_that_decides_nothing_has_a_low_priority(tmp_path: Path) -> None:
     """It takes what the learners leave, so it lasts for several epochs, which have no evaluation of their own."""
     job = job_of("hardsync", "groups", FULL, epochs=16)
     lasts_s = CORE_S * (LEARNERS + WEIGHT) / (2 * WEIGHT)
-    with rudra.simulate(job) as results:
+    with rudra.simulate(job, output=tmp_path / "out.h5") as results:
         ended, taken = results.epochs["time_s"], results.epochs["evaluation_s"]
     assert taken[0] == pytest.approx(lasts_s)
     assert np.isnan(taken).sum() >= 8  # about half of the epochs
