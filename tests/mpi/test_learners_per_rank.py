@@ -146,11 +146,14 @@ def test_a_run_on_one_rank_is_replayed(recorded: dict[tuple[str, Any], Path], na
 
 
 @pytest.mark.parametrize("name", ["server", "one group", "replicas"])
-def test_a_synchronous_run_on_one_rank_is_the_simulated_one(recorded: dict[tuple[str, Any], Path], name: str) -> None:
+def test_a_synchronous_run_on_one_rank_is_the_simulated_one(
+    recorded: dict[tuple[str, Any], Path], tmp_path: Path, name: str
+) -> None:
     with rudra.open_results(recorded["together", name]) as results:
         digest = results.summary()["weights_sha256"]
     for one_rank in (True, False):
-        with rudra.simulate(together(name).with_(cluster={"one_rank": one_rank}), progress="quiet") as results:
+        job = together(name).with_(cluster={"one_rank": one_rank})
+        with rudra.simulate(job, output=tmp_path / f"{one_rank}.h5", progress="quiet") as results:
             assert results.summary()["weights_sha256"] == digest
 
 
