@@ -34,7 +34,7 @@ class BankRecords:
 
     Args:
         learners: The learners that take part, in learner order. The first one reports, and decides for all.
-        alone: Whether these are all learners of the run.
+        alone: Whether no other rank has learners.
     """
 
     def __init__(self, learners: Sequence[Averager], *, alone: bool) -> None:

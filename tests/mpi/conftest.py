@@ -3,6 +3,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from processes import WITHOUT_LIBFABRIC
 
 from rudra.mpi.forkserver import fork_server
@@ -21,3 +22,10 @@ def _fork_server() -> Iterator[None]:
         monkeypatch.setenv(*WITHOUT_LIBFABRIC)
         with fork_server():
             yield
+
+
+@pytest.fixture
+def gpu() -> torch.device:
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no GPU here")
+    return torch.device("cuda", 0)

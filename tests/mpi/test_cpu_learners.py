@@ -162,13 +162,6 @@ def test_hogbatch_workers_on_a_device_and_the_cpu_are_repeated_bit_for_bit(tmp_p
 # With a GPU.
 
 
-@pytest.fixture
-def gpu() -> torch.device:
-    if not torch.cuda.is_available():
-        pytest.skip("torch sees no GPU here")
-    return torch.device("cuda", 0)
-
-
 @pytest.mark.gpu
 def test_a_gpu_and_the_cpu_divide_a_batch_by_measured_speed(gpu: torch.device, tmp_path: Path) -> None:
     """The model is large enough for a GPU to be faster than a thread of the processor."""

@@ -386,13 +386,6 @@ def test_an_operation_without_a_deterministic_form_ends_a_run_with_one_line(
 # With a GPU.
 
 
-@pytest.fixture
-def gpu() -> torch.device:
-    if not torch.cuda.is_available():
-        pytest.skip("torch sees no GPU here")
-    return torch.device("cuda", 0)
-
-
 @pytest.mark.gpu
 def test_vectors_come_back_from_a_gpu_as_they_went(gpu: torch.device) -> None:
     stage = Staging(100_003, gpu)

@@ -243,7 +243,8 @@ class RecordedBursts:
             return None
         slot, began = self._slots.popleft(), time.perf_counter()
         self._draw(slot, burst, count)
-        self._enter_rates(slot, burst)
+        if keeps:
+            self._enter_rates(slot, burst)
         pending = self._stream.submit(partial(self._do, slot, burst, count, graphs))
         for executor in self._learners:
             executor.buffer(REPLICA).version += count
@@ -301,7 +302,7 @@ class RecordedBursts:
     def _keeps_rates(self, burst: Burst) -> bool:
         """Returns whether all rates of a burst may be in memory. Then a graph serves any of them.
 
-        Local steps leave the weights alone: an average may be under way.
+        Local steps do not try it with the weights, of which an average may be under way.
         """
         about = self._about(burst)
         if about not in self._keeps:
@@ -321,9 +322,8 @@ class RecordedBursts:
 
     def _enter_rates(self, slot: _Slot, burst: Burst) -> None:
         """Enters the rates of all steps and updates."""
-        for rule, rates, into in zip(
-            self._rules, (burst.rates, burst.weight_rates), (slot.rates, slot.weight_rates), strict=True
-        ):
+        inner, outer = self._rules
+        for rule, rates, into in (inner, burst.rates, slot.rates), (outer, burst.weight_rates, slot.weight_rates):
             if rates:
                 into[: len(rates)] = torch.tensor([rule.rates(rate) for rate in rates], dtype=torch.float64)
 
@@ -343,8 +343,9 @@ class RecordedBursts:
         """Makes rounds, and brings back what is noted."""
         notes, steps, updates = self._notes, count * burst.period, count * burst.averages
         notes.rows[:steps].copy_(slot.rows[:steps], non_blocking=True)
-        notes.rates[:steps].copy_(slot.rates[:steps], non_blocking=True)
-        notes.weight_rates[:updates].copy_(slot.weight_rates[:updates], non_blocking=True)
+        if notes.keeps_rates:
+            notes.rates[:steps].copy_(slot.rates[:steps], non_blocking=True)
+            notes.weight_rates[:updates].copy_(slot.weight_rates[:updates], non_blocking=True)
         notes.number.zero_()
         notes.samples.begin(burst.timestamp + 1)
         for graph in graphs:
@@ -383,8 +384,8 @@ class RecordedBursts:
     def _written(self, *, averages: bool) -> list[torch.Tensor]:
         """Returns all tensors that a round changes, in memory without other readers.
 
-        A restart or a change of the job may replace those of the optimisers. Local steps leave weights and differences
-        alone: an average of the period before may be under way.
+        A restart or a change of the job may replace those of the optimisers. Local steps do not change weights and
+        differences, because an average of the period before may be under way.
         """
         found = [self._first.buffer(WEIGHTS).vector] if averages else []
         for executor in self._learners:
