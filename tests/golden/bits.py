@@ -14,9 +14,10 @@ import rudra
 
 FILE = Path(__file__).with_name("bits.json")
 PROCESSOR = Path("/proc/cpuinfo")
-MAKERS = re.findall(r"^vendor_id\s*: (.+)", PROCESSOR.read_text() if PROCESSOR.exists() else "", re.MULTILINE)
-KEY = ", ".join([f"torch {torch.__version__.partition('+')[0]}", torch.backends.cpu.get_cpu_capability(), *MAKERS[:1]])
-"""On what the bits of arithmetic depend: libraries have kernels for each maker's processors."""
+ABOUT = PROCESSOR.read_text() if PROCESSOR.exists() else ""
+KIND = [*re.findall(r"^vendor_id\s*: (.+)", ABOUT, re.MULTILINE)[:1], *(["AMX"] if " amx_tile " in ABOUT else [])]
+KEY = ", ".join([f"torch {torch.__version__.partition('+')[0]}", torch.backends.cpu.get_cpu_capability(), *KIND])
+"""On what the bits of arithmetic depend: libraries have kernels for each maker's processors, and for generations."""
 
 
 def bits(results: rudra.Results) -> list[str]:

@@ -81,7 +81,9 @@ def recorded(
     directory = tmp_path_factory.mktemp("runs")
     paths = {case: directory / f"{place}.h5" for place, case in enumerate(runs)}
     jobs = {str(path): runs[case] for case, path in paths.items()}
-    on_ranks(user_code.train_as_needed, LEARNERS + 2, jobs=jobs)
+    counts = on_ranks(user_code.train_banks, LEARNERS + 2, jobs=jobs)
+    for case, path in paths.items():  # their bits may be those of a loop, too
+        assert (sum(count[str(path)] for count in counts) > 0) == (case[2] == "fused"), case
     return paths
 
 
@@ -137,7 +139,7 @@ def test_a_fused_bank_on_ranks_is_the_simulated_one(
         assert np.array_equal(np.sort(results.gradients[columns]), np.sort(alone.gradients[columns]))
         assert results.weights is not None
         assert alone.weights is not None
-        assert 0 < np.abs(results.weights - alone.weights).max() <= 1e-4
+        assert np.abs(results.weights - alone.weights).max() <= 1e-4
     with rudra.open_results(path) as results:
         replayable = not results.attributes["not_replayable"]
     assert replayable == (protocol != "hardsync" or name == "one group")

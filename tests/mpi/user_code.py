@@ -1186,6 +1186,26 @@ def train_as_needed(
     return {}
 
 
+def train_banks(comm: Any, directory: Path, jobs: dict[str, Any]) -> dict[str, Any]:
+    """As `train_as_needed`. Returns for each file how many gradients of this rank were computed with others."""
+    from rudra.compute.bank import gathering
+
+    fused, counts = gathering.fused_gradients, dict.fromkeys(jobs, 0)
+
+    def counted(*args: Any) -> Any:
+        found = fused(*args)
+        counts[path] += len(found)
+        return found
+
+    gathering.fused_gradients = counted
+    try:
+        for path, job in jobs.items():
+            train_as_needed(comm, directory, {path: job})
+    finally:
+        gathering.fused_gradients = fused
+    return counts
+
+
 def reductions(comm: Any, directory: Path, seed: int, cases: int) -> dict[str, Any]:
     """Groups of any shape, whose ranks lie on pretended nodes, reduce gradients of noise; what came out wrong.
 
