@@ -111,9 +111,16 @@ class Sampler:
             # The generator advances the low half of the counter. The high half is the number of the pass.
             counter = number << 128
             bits = np.random.Philox(key=self.seed | self.stream << 64, counter=counter)
-            self._permutation = np.argsort(bits.random_raw(self.population), kind="stable").astype(np.int32)
+            self._permutation = _order(bits.random_raw(self.population)).astype(np.int32)
             self._cached = number
         return self._permutation
+
+
+def _order(drawn: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+    """Returns the stable order of numbers. NumPy's other sort needs a third of the time, and equal numbers are rare."""
+    order = np.argsort(drawn)
+    ascending = drawn[order]
+    return np.argsort(drawn, kind="stable") if (ascending[1:] == ascending[:-1]).any() else order
 
 
 def hold_out(
@@ -136,6 +143,6 @@ def hold_out(
     if population < 2:
         raise DataError(f"cannot hold samples out of {population}; there must be 2 at least")
     bits = np.random.Philox(key=mix(seed, purpose))
-    order = np.argsort(bits.random_raw(population), kind="stable")
+    order = _order(bits.random_raw(population))
     count = min(max(1, round(population * fraction)), population - 1)
     return np.sort(order[count:]), np.sort(order[:count])

@@ -35,6 +35,7 @@ from rudra.core.records import (
     TOTALS,
     UPDATE,
     UPDATE_NORM,
+    joined_rows,
     table,
 )
 from rudra.errors import ConfigError, ResultsError
@@ -101,6 +102,9 @@ _SILENT_S = 30.0
 
 _STEP_S = 5.0
 """Minimum time between two flushes of a file that must be opened for each flush."""
+
+_MOST_BYTES = 16 << 20
+"""Bytes of rows that wait for a flush at most."""
 
 _CHUNK_ROWS = 1024
 _CHUNK_WEIGHTS = 1 << 20
@@ -216,7 +220,8 @@ class ResultsWriter:
         self._swmr, self._ended = swmr, False
         self._flush_s = flush_s if swmr else max(flush_s, _STEP_S)
         self._flushed_at = -np.inf
-        self._pending = {kind: bytearray() for kind in GROWING}
+        self._pending: dict[TableName, list[Rows]] = {kind: [] for kind in GROWING}
+        self._pending_bytes = 0
         self._kept: list[int] = []  # epochs in the order of their places, with 0 for a free place
         self._written = dict.fromkeys(DATASETS, 0)
         self._state = np.zeros(1, STATE)
@@ -252,10 +257,11 @@ class ResultsWriter:
             raise
 
     def append(self, kind: TableName, rows: Rows) -> None:
-        """Copies rows of `GROWING[kind]`, shape (rows,), and flushes if due."""
+        """Takes rows of `GROWING[kind]`, shape (rows,), and flushes if due. It copies rows that may still change."""
         if rows.dtype != GROWING[kind]:
             raise TypeError(f"rows of {kind} have another dtype: {rows.dtype}")
-        self._pending[kind] += rows.tobytes()
+        self._pending[kind].append(rows if isinstance(rows.base, bytes) else rows.copy())
+        self._pending_bytes += rows.nbytes
         self.flush()
 
     def flush(self, now: float | None = None, *, force: bool = False) -> None:
@@ -268,8 +274,8 @@ class ResultsWriter:
             force: Whether to flush at once.
         """
         now = time.monotonic() if now is None else now
-        due = now - self._flushed_at >= self._flush_s and (self._swmr or any(self._pending.values()))
-        if force or due:
+        due = now - self._flushed_at >= self._flush_s and (self._swmr or self._pending_bytes)
+        if force or due or self._pending_bytes >= _MOST_BYTES:
             with self._writing():
                 self._flush(now)
 
@@ -375,8 +381,9 @@ class ResultsWriter:
     def _flush(self, now: float) -> None:
         for kind, pending in self._pending.items():
             if pending:
-                self._extend(kind, np.frombuffer(pending, GROWING[kind]))
-                self._pending[kind] = bytearray()
+                self._extend(kind, joined_rows(pending))
+                self._pending[kind] = []
+        self._pending_bytes = 0
         self._state["flushed_s"] = time.time()
         state = self._datasets["state"]
         state[...] = self._state

@@ -165,9 +165,19 @@ def test_rows_are_flushed_after_flush_s(tmp_path):
         start = os.times().elapsed  # any clock, for it is only compared with itself after the first flush
         writer.flush(start, force=True)
         for now, written in ((start + 99, 0), (start + 100, 2)):
-            writer._pending["updates"] += rows(UPDATE).tobytes()
+            writer._pending["updates"].append(rows(UPDATE))
             writer.flush(now)
             assert writer._file["updates"].shape == (written,)
+
+
+def test_rows_that_take_too_much_memory_are_flushed_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("rudra.results.writer._MOST_BYTES", 3 * UPDATE.itemsize)
+    with new_writer(tmp_path / "run.h5", flush_s=100) as writer:
+        seen = []
+        for _ in range(4):
+            writer.append("updates", rows(UPDATE))
+            seen.append(len(writer._file["updates"]))
+        assert seen == [0, 0, 3, 3]
 
 
 @pytest.mark.parametrize(

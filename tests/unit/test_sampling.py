@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -29,6 +31,15 @@ def test_any_split_of_a_walk_gives_the_same_sequence(cuts: list[int], stream: in
 def test_the_walk_of_a_job_never_changes() -> None:
     """A result file must replay with every later version."""
     assert Sampler(7, 2, 10).indices(0, 20).tolist() == [6, 7, 8, 4, 0, 1, 5, 3, 9, 2, 8, 4, 0, 7, 6, 5, 3, 1, 2, 9]
+
+
+@pytest.mark.parametrize("most", [1, 3, 2**64 - 1])
+def test_equal_numbers_keep_their_order_in_a_walk(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = np.random.default_rng(0).integers(0, most, 5_000, np.uint64, endpoint=True)
+    generator = SimpleNamespace(random_raw=lambda count: numbers[:count])
+    monkeypatch.setattr(np.random, "Philox", lambda **_: generator)
+    wanted = sorted(range(5_000), key=lambda place: numbers[place])
+    assert Sampler(0, 0, 5_000).indices(0, 5_000).tolist() == wanted
 
 
 def test_learners_and_seeds_walk_differently() -> None:
