@@ -208,8 +208,10 @@ class BankRecords:
         rows["update"], rows["timestamp"] = timestamp + 1, timestamp
         rows["step"] = self._steps + (place + 1) * period - 1
         rows["first"] = self._firsts + place * period * self._strides
-        rows["loss"] = (event.losses * self._samples).cumsum(1)[:, -1] / rows["samples"]
-        rows["errors"] = event.errors.cumsum(1)[:, -1]
+        losses, errors = event.losses * self._samples, event.errors
+        if period > 1:
+            losses, errors = losses.cumsum(1), errors.cumsum(1)
+        rows["loss"], rows["errors"] = losses[:, -1] / rows["samples"], errors[:, -1]
         return rows
 
     def _report_minibatches(self, event: BurstMade, before: Integers, ends: Floats, round_s: float) -> None:
