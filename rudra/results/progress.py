@@ -273,9 +273,12 @@ def _tests(summary: dict[str, Any]) -> list[tuple[str, str]]:
         last = {name: [value for value in values if value is not None][-1:] for name, values in metrics}
         text = ", ".join(f"{name} {value:{_metric_form(name)}}" for name, values in last.items() for value in values)
         found.append((f"{split} metrics", text))
-    if count := summary["untested_epochs"]:
-        why = "evaluations took too long (training.evaluate = 'always' waits for them)"
-        found.append(("not evaluated", f"{count} of {summary['epochs']} epochs: {why}"))
+    lacking = summary["epochs_without_memory"]
+    reasons = {
+        "too little memory (use a smaller training.evaluation_batch_size)": lacking,
+        "evaluations took too long (training.evaluate = 'always' waits for them)": summary["untested_epochs"] - lacking,
+    }
+    found += [("not evaluated", f"{n} of {summary['epochs']} epochs: {why}") for why, n in reasons.items() if n]
     return found if any(summary[f"test_{name}"] for name in ("error", "loss")) else [("test error", "not evaluated")]
 
 

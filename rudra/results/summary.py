@@ -36,6 +36,7 @@ def summarise(results: RunTables, target: str | None = None, window: int | None 
     metrics = _metrics(results.metrics, epochs["epoch"])
     if target is not None:
         _check_target(target, results)
+    untested, lacked_memory = _untested(job, epochs), bool(np.any(events["kind"] == b"memory"))
     target = target or job.get("training", {}).get("target")
     window = window or job.get("training", {}).get("target_window", WINDOW)
     return {
@@ -60,7 +61,8 @@ def summarise(results: RunTables, target: str | None = None, window: int | None 
         "bank_sizes": {found.size: found.images_per_s for found in measurements(events)},
         "learners_per_device": _bank(job.get("cluster", {}), attributes.get("learners"), updates),
         "planned_epochs": job.get("training", {}).get("epochs"),
-        "untested_epochs": _untested(job, epochs),
+        "untested_epochs": int(untested.sum()),
+        "epochs_without_memory": int((untested & (epochs["weights_sha256"] != b"")).sum()) if lacked_memory else 0,
         "epochs": len(epochs),
         "earlier_epochs": max(0, int(epochs["epoch"][0]) - 1) if len(epochs) else 0,
         "updates": int(totals[0]["timestamp"]) if len(totals) else len(updates),
@@ -180,12 +182,11 @@ def _metrics(rows: NDArray[np.void], epochs: NDArray[np.int32]) -> dict[str, dic
     return found
 
 
-def _untested(job: dict[str, Any], epochs: NDArray[np.void]) -> int:
-    """Counts epochs with updates of their own that were not evaluated, because the previous evaluation was still
-    running."""
-    if not job.get("training", {}).get("evaluate", True):
-        return 0
-    return int(((epochs["evaluated"] == 0) & np.isfinite(epochs["mean_staleness"])).sum())
+def _untested(job: dict[str, Any], epochs: NDArray[np.void]) -> NDArray[np.bool_]:
+    """Returns which epochs with updates of their own were not evaluated: the previous evaluation was still running, or
+    memory did not suffice."""
+    found: NDArray[np.bool_] = (epochs["evaluated"] == 0) & np.isfinite(epochs["mean_staleness"])
+    return found & bool(job.get("training", {}).get("evaluate", True))
 
 
 def _check_target(target: str, results: RunTables) -> None:

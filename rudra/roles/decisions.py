@@ -110,6 +110,10 @@ class Decisions:
         memory = self._event(b"memory", text[:WIDTH], message.role)
         return [memory, measured, warned, *self._decide(tuner.change, at_once=True)]
 
+    def left_out(self, text: str, epoch: int) -> list[Action]:
+        """Notes that the last evaluation does not fit into memory. Nothing is left to decide."""
+        return [self._event(b"memory", text[:WIDTH], self._role), Warn(f"epoch {epoch} is not evaluated: {text}")]
+
     def time(self, rows: Rows) -> None:
         """Takes in rows of mini-batches."""
         if self._tuner is not None:

@@ -202,10 +202,14 @@ class Machine:
 
     def _exhausted(self, event: MemoryExhausted) -> list[Action]:
         """Tells the statistics server that an action of this role has no result. It decides how the run continues."""
-        if self.id == self.plan.statistics or (event.harms and self.id in self.plan.owners):
+        if event.harms and self.id in self.plan.owners:
             return [Fail(event.text, cause=self.id)]
+        return [Send(self.plan.statistics, self.exhaustion(event))]
+
+    def exhaustion(self, event: MemoryExhausted) -> RoleExhausted:
+        """Returns the message about an action of this role without a result."""
         text = event.text.encode("ascii", "replace")[:LONGEST].decode()
-        return [Send(self.plan.statistics, RoleExhausted(self.id, self.id, len(self.plan.learners), in_texts(text)))]
+        return RoleExhausted(self.id, self.id, len(self.plan.learners), in_texts(text))
 
     def _ignore(self, event: Any, now: float) -> list[Action]:
         """Ignores an event that comes too late to matter."""

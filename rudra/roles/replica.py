@@ -297,6 +297,8 @@ class Replica(Machine):
         return [] if self.state is ReplicaState.REGROUPING else self._await_regrouping(now)
 
     def _end_with_checkpoint(self, event: Received[RoleExhausted], now: float) -> list[Action]:
+        if event.message.role == self.plan.statistics:  # all roles can stop in order
+            return self._stop(Stopped(), now)
         return self.duties.cycle.fail(event.message, now, alone=True) if self._leads else []
 
     def _reduced(self, event: Reduced, now: float) -> list[Action]:

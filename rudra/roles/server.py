@@ -165,9 +165,12 @@ class ParameterServer(Machine):
         (ServerState.TRAINING, Sent): Transition(
             "_returned", ServerState.TRAINING, ServerState.DRAINING, ServerState.INITIALISING
         ),
-        (ServerState.TRAINING, Stopped): Transition(
-            "_stop", ServerState.TRAINING, ServerState.DRAINING, ServerState.INITIALISING
-        ),
+        **{
+            (ServerState.TRAINING, what): Transition(
+                method, ServerState.TRAINING, ServerState.DRAINING, ServerState.INITIALISING
+            )
+            for what, method in {Stopped: "_stop", MessageKind.EXHAUSTED: "_end_with_checkpoint"}.items()
+        },
         (ServerState.TRAINING, MessageKind.PART_EVALUATED): Transition(
             "_part_evaluated", ServerState.TRAINING, ServerState.DRAINING
         ),
@@ -410,7 +413,12 @@ class ParameterServer(Machine):
         return []
 
     def _end_with_checkpoint(self, event: Received[RoleExhausted], now: float) -> list[Action]:
-        return self.duties.cycle.fail(event.message, now, alone=False)
+        if event.message.role != self.plan.statistics:
+            return self.duties.cycle.fail(event.message, now, alone=False)
+        if self.state is TRAINING:  # all roles can stop in order
+            return self._stop(Stopped(), now)
+        self.ledger.stopped |= self.state is ServerState.INITIALISING
+        return []
 
     def _decide(self, event: Received[ChangeDecided], now: float) -> list[Action]:
         self.ledger.decide(event.message.number, text_of(event.message.rows))

@@ -22,7 +22,7 @@ import numpy as np
 from rudra.core import records
 from rudra.core.actions import Action, Evaluate, Fail, MergeEvaluation, Record, Send, StoreEpochWeights, Sync, TableName
 from rudra.core.decisions import MeasuredBanks
-from rudra.core.events import Decided, Evaluated, Hashed, Lost, Received, Started
+from rudra.core.events import Decided, Evaluated, Hashed, Lost, MemoryExhausted, Received, Started
 from rudra.core.messages import (
     AverageRows,
     CheckpointWritten,
@@ -111,6 +111,7 @@ class StatisticsServer(Machine):
                 MessageKind.EPOCHS: "_epoch",
                 Hashed: "_hashed",
                 Evaluated: "_evaluated",
+                MemoryExhausted: "_exhausted_here",
                 MessageKind.LEARNERS: "_learner",
                 MessageKind.TOTALS: "_account",
                 MessageKind.RUN_STOPPED: "_end_early",
@@ -134,6 +135,7 @@ class StatisticsServer(Machine):
         self._checkpointed: CheckpointWritten | None = None  # written, but not all of its rows are on the disk yet
         self._began = 0.0
         self._final_weights: str | None = None
+        self._lacking = ""  # what to say about an evaluation without memory
         self._reported = dict.fromkeys(plan.stages, -1)  # by stage server: last checkpoint with all its rows
 
     @property
@@ -286,6 +288,15 @@ class StatisticsServer(Machine):
     def _exhausted_elsewhere(self, event: Received[RoleExhausted], now: float) -> list[Action]:
         return self._decisions.exhausted(event.message)
 
+    def _exhausted_here(self, event: MemoryExhausted, now: float) -> list[Action]:
+        """Records the epoch in work without its evaluation. The run then stops with an error, unless it is over."""
+        _, epoch = self._snapshots.in_work
+        self._epochs.of(epoch)["evaluation_began_s"] = math.nan
+        if epoch == self._epochs.last:
+            return [*self._decisions.left_out(event.text, epoch), *self._done()]
+        self._lacking = event.text
+        return [*self._decisions.exhausted(self.exhaustion(event)), *self._done()]
+
     # Checkpoints.
 
     def _checkpoint(self, event: Received[CheckpointWritten], now: float) -> list[Action]:
@@ -328,6 +339,8 @@ class StatisticsServer(Machine):
         if not self._accounts.complete or self._epochs.recorded != self._epochs.last or self._reported:
             return []
         self.state = StatisticsState.DONE
+        if self._accounts.code and self._lacking:
+            return [Fail(self._lacking, cause=self.id)]
         return [*self._accounts.finish(self._final_weights, stops_at_loss=self._stops_at_loss)]
 
     def _lose(self, event: Lost, now: float) -> list[Action]:

@@ -536,7 +536,7 @@ def test_what_a_state_does_not_allow_raises_and_changes_nothing(
 )
 def test_transitions_name_methods_and_triggers_that_exist(kind: type[Machine]) -> None:
     for (_, trigger), to in kind.TRANSITIONS.items():
-        assert trigger in {*TRIGGERS, Lost}
+        assert trigger in {*TRIGGERS, Lost, MemoryExhausted}
         assert callable(getattr(kind, to.method))
 
 

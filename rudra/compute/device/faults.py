@@ -8,13 +8,19 @@ from contextlib import contextmanager
 import torch
 
 from rudra.compute.device.devices import DEVICES
-from rudra.core.actions import ExecutorAction
+from rudra.core.actions import ComputeEvaluationPart, Evaluate, ExecutorAction
 from rudra.core.buffer_names import WEIGHTS
 from rudra.core.events import MemoryExhausted
 from rudra.errors import ConfigError
 
 _NOT_DETERMINISTIC = re.compile(r"(\S+) does not have a deterministic implementation|not deterministic .* uses CuBLAS")
 """Text in torch's errors about an operation, with its name unless it is a product of matrices."""
+
+_SMALLER_STEPS = (
+    "a smaller training.minibatch_size, more training.microbatches, or fewer learners on this device "
+    "(cluster.learners_per_device)"
+)
+_SMALLER_EVALUATIONS = "a smaller training.evaluation_batch_size"
 
 
 def set_deterministic(wanted: bool) -> Callable[[], None]:
@@ -70,18 +76,23 @@ def loss_text(error: BaseException) -> str | None:
     return None if kind is None else f"its {kind.noun} is lost: {str(error).splitlines()[0].strip()}"
 
 
-def memory_text(error: BaseException) -> str | None:
-    """Returns what to say about an error if memory was exhausted, in main memory or on a GPU. None: it was not."""
+def memory_text(error: BaseException, instead: str = _SMALLER_STEPS) -> str | None:
+    """Returns what to say about an error if memory was exhausted, in main memory or on a GPU. None: it was not.
+
+    Args:
+        error: The error.
+        instead: What to use instead.
+    """
     _, of_cpu, about = str(error).partition("DefaultCPUAllocator: ")  # a plain RuntimeError
     if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not of_cpu:
         return None
     what = ". ".join(" ".join((about or str(error)).split()).split(". ")[:2]).removesuffix(".") or "none is left"
-    instead = "a smaller training.minibatch_size, more training.microbatches, or fewer learners on this device"
-    return f"too little memory: {what}; use {instead} (cluster.learners_per_device)"
+    return f"too little memory: {what}; use {instead}"
 
 
 def exhausted(error: Exception, action: ExecutorAction) -> MemoryExhausted:
     """Returns the event of an action that raised an error, if memory was exhausted. Raises any other error again."""
-    if (text := memory_text(error)) is None:
+    evaluates = isinstance(action, Evaluate | ComputeEvaluationPart)
+    if (text := memory_text(error, _SMALLER_EVALUATIONS if evaluates else _SMALLER_STEPS)) is None:
         raise error
     return MemoryExhausted(text, any(getattr(action, field) == WEIGHTS for field in action.changes))
