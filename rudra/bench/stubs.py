@@ -114,6 +114,7 @@ def drive(
     from mpi4py import MPI
 
     from rudra.mpi.arena import Arena
+    from rudra.mpi.bucket_rule import BucketRule
     from rudra.mpi.driver import Rank
 
     account = Account()
@@ -128,8 +129,18 @@ def drive(
     if job.cluster.node_memory:
         _meet(node, mine.rank, arena, executor)
     node.Free()
-    spins = spins and recorder is None  # as in a session
-    Rank(mine, plan, machines, {role: executor}, recorder, spins=spins, arena=arena, job=job, places=places).run()
+    Rank(
+        mine,
+        plan,
+        machines,
+        {role: executor},
+        recorder,
+        spins=spins and recorder is None,  # as in a session
+        arena=arena,
+        job=job,
+        places=places,
+        bucket_rule=lambda plan: BucketRule(job, plan, [places[each.world_rank] for each in plan.roles], 0, False),
+    ).run()
     arena.close()
     del machines, executor, arena
     gc.collect()  # the next run needs the memory before Python finds the cycles that hold it

@@ -10,7 +10,7 @@ compute. A rank with its own core spins for a while before it sleeps. Neighbours
 """
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -120,10 +120,8 @@ class Rank:
         arena: shared memory that holds the executors' buffers and that neighbours read.
         job: job that determines the buckets of gradients.
         places: first rank of the node of every rank.
-        auto: number of elements of a bucket that the ranks chose, if the job does not determine it.
-        pulls: whether MPI and the model let a forward pass begin before all its weights are there.
+        bucket_rule: returns the rule of buckets for a plan.
         library: library that adds in the group of this rank's learners. None: the ranks do.
-        whole: ranks whose learners send and receive whole vectors, because theirs are on a GPU.
 
     Attributes:
         comm: communicator of all ranks.
@@ -152,21 +150,18 @@ class Rank:
         arena: Arena | None = None,
         job: Job,
         places: Sequence[int],
-        auto: int = 0,
-        pulls: bool = False,
+        bucket_rule: Callable[[Plan], BucketRule],
         library: Library | None = None,
-        whole: Collection[int] = (),
     ) -> None:
-        self._job, self._places, self._auto, self._pulls = job, places, auto, pulls
-        self._whole = whole
+        self._job, self._bucket_rule = job, bucket_rule
         self.comm, self.plan, self.phases = comm, plan, phases
         self.signalled = Signalled()
         self.apart = False
         self._code = 0
         self._roles, self._executors, self._recorder = HostedRoles(machines, make_machine), executors, recorder
         self._regrouping = RankRegrouping(self)
-        self._origin = clock_origin(comm, plan.roles[plan.server].world_rank, self._places)
-        self._control = ControlMessages(comm, machines, self._places)
+        self._origin = clock_origin(comm, plan.roles[plan.server].world_rank, places)
+        self._control = ControlMessages(comm, machines, places)
         self._losses = Losses(comm)
         doorbell, arena = self._control.doorbell, arena or Arena()
         self._work = LongWork(partial(doorbell.ring, comm.rank))
@@ -195,12 +190,13 @@ class Rank:
         self._saver = CheckpointThread(checkpoints, self._work, self.states)
         overlaps = any(plan.traits(role).overlaps for role in machines)  # transfers run in parallel with computation
         post, hurries = None if overlaps else self._work.post, self.signalled.hurries
-        self._reductions = Reductions(comm, executors, tags.tag, doorbell, arena, job, auto, post, hurries)
+        rule = bucket_rule(plan)
+        self._reductions = Reductions(comm, executors, tags.tag, doorbell, arena, job, rule.auto, post, hurries)
         self._reductions.renew(plan, machines, library)
         if overlaps:
             self._traffic.start_threads()
             self._work.compute_beside()
-        self._traffic.use_buckets(self._rule)
+        self._traffic.use_buckets(rule)
         self._follow_banks()
         self._bursts = self._new_bursts()
         others = (role.world_rank for role in plan.roles if role.world_rank != comm.rank)
@@ -216,11 +212,6 @@ class Rank:
             shortest_s=200e-6 if doorbell.reaches(others) else 20e-6,
             longest_s=5e-3 if near else 1e-3,
         )
-
-    @property
-    def _rule(self) -> BucketRule:
-        node = [self._places[role.world_rank] for role in self.plan.roles]
-        return BucketRule(self._job, self.plan, node, self._auto, self._pulls, self._whole)
 
     @property
     def lost(self) -> set[int]:
@@ -500,7 +491,7 @@ class Rank:
         """Creates the roles again, for training that continues from a position."""
         self._follow_banks()
         self._reductions.renew(self.plan, self._roles.running)
-        self._traffic.use_buckets(self._rule)
+        self._traffic.use_buckets(self._bucket_rule(self.plan))
         self._roles.restart(self.plan, position, self.lost)
         self._bursts = self._new_bursts()
 

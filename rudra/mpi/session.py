@@ -231,10 +231,8 @@ class _Session:
             arena=setup.arena,
             job=setup.job,
             places=setup.places,
-            auto=setup.auto,
-            pulls=setup.pulls,
+            bucket_rule=setup.bucket_rule,
             library=setup.library,
-            whole=setup.whole,
         )
 
     def _serve(self, rank: Rank) -> int:

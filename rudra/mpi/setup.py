@@ -6,7 +6,7 @@ If one rank cannot take a step, all ranks end, and one line reports the reason.
 import mmap
 import os
 import socket
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,34 +16,34 @@ from rudra.compute.averaging import CHUNK
 from rudra.compute.bank.choice import choose_form
 from rudra.compute.bank.gathering import bank_of
 from rudra.compute.bank.graphs import compute_at_once
-from rudra.compute.device import devices, placement
+from rudra.compute.device import placement
+from rudra.compute.device.devices import kind_of
 from rudra.compute.device.kind import CPU
 from rudra.compute.executor import Executor, prepare_torch
 from rudra.compute.first_gradient import try_first_gradient
 from rudra.compute.hogwild import give_window, layout_of
-from rudra.compute.learners import LearnerExecutor, ReplicaExecutor
+from rudra.compute.learners import LearnerExecutor
 from rudra.compute.making import make_executors
 from rudra.compute.memory_plan import check_device_memory
 from rudra.compute.owners import OwnerExecutor
-from rudra.compute.pulled_pass import PullingExecutor
-from rudra.core.bucket_rules import held, pairs_of_nodes, passes_early, pulling
-from rudra.core.buckets import LEAST_COPIED, NetworkSpeed, auto_size, copied
+from rudra.core.bucket_rules import held
 from rudra.core.phases import Phases
 from rudra.core.priority import NICE
 from rudra.core.training_state import TrainingState
 from rudra.core.work import by_speed, speeds_text
 from rudra.data.load import Data, DataInfo, in_memory
 from rudra.errors import ConfigError
-from rudra.job.transports import IN_MAIN_MEMORY, Transport, Transports, lends, on_devices, slots_of
+from rudra.job.transports import IN_MAIN_MEMORY, Transports
 from rudra.log import log
 from rudra.memory import give_back_freed_memory, keep_freed_memory
 from rudra.mpi.arena import Arena
-from rudra.mpi.device_arena import DeviceArena
+from rudra.mpi.bucket_choice import BucketChoice
+from rudra.mpi.bucket_rule import BucketRule
 from rudra.mpi.job_ranks import JobRanks
 from rudra.mpi.libraries import Library, library_of
-from rudra.mpi.network_test import in_turns, measure, worst
 from rudra.mpi.node_data import NodeData
 from rudra.mpi.quiet import QuietComm
+from rudra.mpi.rank_devices import RankDevices
 from rudra.mpi.run_files import RunFiles
 from rudra.mpi.shared_window import share_window
 from rudra.mpi.speed_test import Trial
@@ -52,7 +52,6 @@ from rudra.prepare.begin import first_position, restore, say_lost
 from rudra.prepare.phases import phases_of
 from rudra.prepare.resolve import ResolvedJob, settle
 from rudra.prepare.start import StartDecision
-from rudra.results.recorder import about_buckets
 from rudra.results.warm_start import final_weights
 from rudra.roles import Machine, make_in_phase
 from topologies import Plan
@@ -83,10 +82,9 @@ class RankSetup:
         arena: shared memory that holds the executors' buffers and that neighbours read.
         files: files of the run.
         places: first rank of the node of every rank.
-        transports: transports of the pairs of ranks that compute on GPUs. None: there are none.
+        devices: device of this rank, and how vectors get from device to device.
+        buckets: size of buckets that the ranks chose.
         library: library that adds in the group of this rank's learners. None: the ranks do.
-        auto: number of elements of a bucket that the ranks chose. 0: none.
-        pulls: whether MPI and the model let a forward pass begin before all its weights are there.
     """
 
     phases: Phases
@@ -108,41 +106,11 @@ class RankSetup:
         self.executors: dict[int, Executor] = {}
         self.arena: Arena = Arena()
         self.files = RunFiles(start)
-        self.auto, self.pulls = 0, False
         self._gradients, self._bank = "", ""
-        # Speed between nodes if it is needed, and whether forward passes after averages may begin early.
-        self._network: tuple[NetworkSpeed | None, float] = None, 0.0
-        self._ranks, self._start, self._device = ranks, start, device
-        self.transports = transports
+        self._ranks, self._start = ranks, start
+        self.devices = RankDevices(ranks, self.plan, device, transports, node, places)
+        self.buckets = BucketChoice(ranks, places)
         self.library: Library | None = None
-
-    @property
-    def _nodes(self) -> list[int]:
-        """Node of every role."""
-        return [self.places[role.world_rank] for role in self.plan.roles]
-
-    @property
-    def on_devices(self) -> frozenset[int]:
-        """Ranks whose vectors are on their devices, and are copied from there for others."""
-        return on_devices(self.plan, self._nodes, self.transports)
-
-    @property
-    def _lends(self) -> bool:
-        """Whether this rank and others of its node read each other's memory on devices."""
-        return lends(self.plan, self._ranks.comm.rank, self._nodes, self.transports)
-
-    @property
-    def whole(self) -> Collection[int]:
-        """Ranks whose learners send and receive whole vectors, because theirs are on a GPU."""
-        by_mpi = self.transports is not None and self.transports.between == "mpi"
-        return range(self._ranks.comm.size) if by_mpi else self.on_devices
-
-    @property
-    def _transport(self) -> Transport | None:
-        """Transport that decides where the vectors of this rank are, as for `placement.placing`."""
-        if self.transports is None:
-            return None
-        return "ipc" if self._ranks.comm.rank in self.on_devices else self.transports.between
 
     @property
     def keeps_results(self) -> bool:
@@ -161,14 +129,19 @@ class RankSetup:
         measured = (self._try, self._time, self._divide) if self.job.cluster.shares == "auto" else ()
         data = (
             self._load,
-            self._check_own_devices,
-            self._try_transport,
+            self.devices.check,
+            lambda: self.devices.try_transport(self.job, says=self.keeps_results),
             lambda: self._data.share(),
             self._compare_data,
             self._settle,
             self._take_settled,
         )
-        network = (self._build, self._test_network, self._choose_buckets, self._try_to_pull)
+        network = (
+            self._build,
+            lambda: self.buckets.test_network(self.phases),
+            lambda: self.buckets.choose(self.job, self.plan, self.executors),
+            lambda: self.buckets.try_to_pull(self.phases, self.executors),
+        )
         ready = (
             *network,
             self._restore,
@@ -188,7 +161,7 @@ class RankSetup:
         learns = any(kind.trains or kind.concludes for kind in kinds)
         serves = any(kind.serves for kind in kinds)
         prepare_torch(self.job.cluster, self.job.cluster.threads_per_rank or 1 if learns or serves else 1)
-        devices.kind_of(self._device).select(self._device)  # for the user's model and pinned memory
+        kind_of(self.devices.here).select(self.devices.here)  # for the user's model and pinned memory
         if learns:
             keep_freed_memory()
         if self.keeps_results and not learns and not self.job.evaluations_decide:  # training has priority
@@ -196,40 +169,6 @@ class RankSetup:
         tests = self.keeps_results or (learns and self.job.training.evaluate == "workers")
         self._data = NodeData(self._ranks, self._node, self.job, train=learns, test=tests)
         self._data.load()
-
-    def _try_transport(self) -> None:
-        """Tries on each node whether ranks read each other's memory on their devices, if the job uses it."""
-        if self.transports is None or self.transports.within != "ipc":
-            return
-        arena, wanted = DeviceArena(self._device), devices.DEVICES[self.job.cluster.device]
-        arena.make_slots(1, 1)
-        if devices.kind_of(self._device) is not wanted:
-            arena.failure = f"torch sees no {wanted.noun}"
-        failure = self._meet(arena)
-        arena.close()
-        found = dict(zip(self.places, self._ranks.comm.allgather(failure), strict=True))  # the same on all of a node
-        if not any(found.values()):
-            return
-        if failure and self.job.cluster.transport == "ipc":
-            raise ConfigError(f"[cluster] transport = 'ipc' does not work here ({failure}); {IN_MAIN_MEMORY}")
-        self.transports = self.transports._replace(excluded=frozenset(node for node, why in found.items() if why))
-        computes = any(self.plan.traits(i).trains or self.plan.traits(i).tests for i in self.roles)
-        if not computes and self._ranks.comm.rank not in self.on_devices:
-            self._device = CPU
-        for why in dict.fromkeys(filter(None, found.values())) if self.keeps_results else ():
-            log.info(f"{self.job.name}: ranks cannot read each other's GPU memory ({why}): transport is 'staged'")
-
-    def _meet(self, arena: DeviceArena) -> str:
-        """Meets the ranks of this node whose vectors are on devices. Returns why they cannot share memory, or nothing.
-
-        All ranks of the node call this, and get the same result.
-        """
-        color = 0 if self._lends else MPI.UNDEFINED
-        sharing, failure = self._node.Split(color, self._node.rank), ""
-        if sharing != MPI.COMM_NULL:
-            failure = arena.meet(sharing, self._ranks.comm.rank)
-            sharing.Free()
-        return next(filter(None, self._node.allgather(failure)), "")
 
     def _compare_data(self) -> None:
         self._data.compare(self._start, warns=self.keeps_results)
@@ -246,8 +185,8 @@ class RankSetup:
         if self._ranks.comm.rank == self._deciding:
             assert self._data.data is not None
             if self._start.checkpoint is None or gradients == "auto":
-                gradients = try_first_gradient(self.job, self.plan, self._data.data, self._device)
-            self._bank = choose_form(self.job, self.plan, self._data.data, self._device, gradients)
+                gradients = try_first_gradient(self.job, self.plan, self._data.data, self.devices.here)
+            self._bank = choose_form(self.job, self.plan, self._data.data, self.devices.here, gradients)
         self._gradients = gradients
 
     def _take_settled(self) -> None:
@@ -259,7 +198,7 @@ class RankSetup:
 
     def _try(self) -> None:
         """Prepares the learners for measuring their speed."""
-        self._trial = Trial(self.job, self.plan, self.roles, self._data.data, self._device, self._transport)
+        self._trial = Trial(self.job, self.plan, self.roles, self._data.data, self.devices.here, self.devices.transport)
 
     def _time(self) -> None:
         """Measures the speed while all learners compute at the same time."""
@@ -277,7 +216,7 @@ class RankSetup:
             log.info(f"{self.job.name}: when all compute, {text}")
         self.job = settle(self.job, gradients=self.job.training.gradients, shares=shares)
         if self._data.data is not None and self._trial.seconds:
-            check_device_memory(self.job, self.plan, self._data.data, self._device)
+            check_device_memory(self.job, self.plan, self._data.data, self.devices.here)
 
     def _build(self) -> None:
         source, data = self.plan.roles[self.plan.statistics].world_rank, self._data.data
@@ -286,9 +225,8 @@ class RankSetup:
         self.phases = phases_of(self.job, self.plan, self._info.training_samples)
         position = first_position(self._start, self.job, self.plan)
         self.machines = {i: self._machine(i, self.plan, position) for i in self.roles}
-        self._near = (
-            self.job.cluster.node_memory and self._node.size > 1 and self._ranks.comm.rank not in self.on_devices
-        )
+        apart = self._ranks.comm.rank in self.devices.on_devices
+        self._near = self.job.cluster.node_memory and self._node.size > 1 and not apart
         if not self.roles:
             return
         data = data or Data(None, None, self._info)
@@ -301,8 +239,8 @@ class RankSetup:
             data,
             prefetch=not in_memory(data.training),
             at_once=at_once,
-            device=self._device,
-            placing=placement.placing(self._device, self.plan, transport=self._transport),
+            device=self.devices.here,
+            placing=placement.placing(self.devices.here, self.plan, transport=self.devices.transport),
             first_weights=final_weights,
             memory=self.arena.allocate if self._near else None,
         )
@@ -323,46 +261,6 @@ class RankSetup:
             executor.lazy_average = executor.row_format is None and executor.size > CHUNK and alone
             executor.lazy_average &= executor.device.type == CPU.type  # a device is faster with whole vectors
 
-    def _test_network(self) -> None:
-        """Measures the network between the nodes that exchange gradients, if this decides the size of buckets."""
-        pairs = {
-            pair
-            for phase in self.phases
-            for pair in pairs_of_nodes(
-                phase.job, phase.plan, [self.places[role.world_rank] for role in phase.plan.roles]
-            )
-        }
-        self._pairs = in_turns(pairs, self.places)
-        self._network = measure(self._ranks, self._pairs), 0.0
-
-    def _choose_buckets(self) -> None:
-        """Adopts the size of buckets that rank 0 chooses for the slowest network."""
-        if not self._pairs:
-            return
-        learning = [executor for role, executor in self.executors.items() if self.plan.traits(role).trains]
-        early = any(passes_early(self.job, self.plan, members) for members in self.plan.groups)
-        early &= all(isinstance(each, ReplicaExecutor) and each.can_pass_early for each in learning)
-        mine = self._network[0], max((executor.size for executor in learning), default=0), early
-        found, chosen = self._ranks.comm.gather(mine), None
-        if found is not None:
-            network = worst([its for its, _, _ in found if its is not None])
-            size, early = max(size for _, size, _ in found), all(early for *_, early in found)
-            copies = copied(self.job.optimizer.state_vectors) if early else 0.0
-            chosen = (network, copies), auto_size(network, size, copies=copies)
-        self._network, self.auto = self._ranks.comm.bcast(chosen)
-
-    def _try_to_pull(self) -> None:
-        """Finds out whether MPI and the learners' model let weights come in buckets, if the job does."""
-        nodes = [[self.places[role.world_rank] for role in phase.plan.roles] for phase in self.phases]
-        if any(
-            pulling(phase.job, phase.plan, node, owner)
-            for phase, node in zip(self.phases, nodes, strict=True)
-            for owner in range(len(phase.plan.roles))
-        ):
-            learning = [executor for executor in self.executors.values() if isinstance(executor, PullingExecutor)]
-            mine = MPI.Query_thread() >= MPI.THREAD_MULTIPLE and all(each.can_pass_early for each in learning)
-            self.pulls = self._ranks.comm.allreduce(mine, MPI.LAND)
-
     def _restore(self) -> None:
         """Allocates the memory for training, and restores the state from a checkpoint if there is one."""
         give_back_freed_memory()  # memory from building the model
@@ -374,8 +272,8 @@ class RankSetup:
             overlaps = self.plan.traits(role).overlaps or (self.plan.overlapped and role == self.plan.server)
             if self._near and overlaps:
                 executor.reserve(GENERATIONS - 1)
-            if self._ranks.comm.rank not in self.on_devices:  # it receives them in rooms
-                about = executor.size, executor.parameters, self.auto
+            if self._ranks.comm.rank not in self.devices.on_devices:  # it receives them in rooms
+                about = executor.size, executor.parameters, self.buckets.auto
                 executor.reserve(held(self.job, self.plan, node, role, *about))
         restore(self.executors.values(), self._start, self.job, self.plan)
         if self.keeps_results:
@@ -383,10 +281,9 @@ class RankSetup:
 
     def _meet_neighbours(self) -> None:
         """Maps the buffers of other ranks of this node, and lets them map this rank's buffers."""
-        if self.transports is not None and self.on_devices:
-            self._make_region()
+        self.arena = self.devices.make_region(self.executors) or self.arena
         apart = any(executor.direct for executor in self.executors.values())
-        apart |= self._ranks.comm.rank in self.on_devices
+        apart |= self._ranks.comm.rank in self.devices.on_devices
         near = self._node.Split(MPI.UNDEFINED if apart else 0, self._node.rank)  # others get messages
         if self._near and near != MPI.COMM_NULL:
             rooms = sum(
@@ -401,54 +298,17 @@ class RankSetup:
             if comm != MPI.COMM_NULL:
                 comm.Free()
 
-    def _make_region(self) -> None:
-        """Allocates the memory that other ranks read on this rank's device, and maps theirs."""
-        assert self.transports is not None
-        reads, node = self.transports.between == "mpi", self.places[self._ranks.comm.rank]
-        arena = DeviceArena(self._device, reads=reads)
-        if self._ranks.comm.rank in self.on_devices:
-            self.arena = arena
-        if self.transports.of_pair(node, node) != "ipc":
-            return
-        sending = [executor for role, executor in self.executors.items() if not self.plan.traits(role).tests]
-        if self._lends:
-            slots = slots_of(self.plan, self._ranks.comm.rank, self._nodes, self.transports)
-            arena.make_slots(slots, 4 * max((executor.largest for executor in sending), default=0))
-        if failure := self._meet(arena):
-            raise ConfigError(f"[cluster] transport = 'ipc' does not work here ({failure}); use transport = 'staged'")
-
     def _make_library(self) -> None:
         """Creates the library that adds in compute groups, if the job uses one."""
-        by_nccl = self.transports is not None and self.transports.nccl
+        transports = self.devices.transports
+        by_nccl = transports is not None and transports.nccl
         try:
-            self.library = library_of(self._ranks.comm, self.plan, self.roles, self._device if by_nccl else None)
+            self.library = library_of(self._ranks.comm, self.plan, self.roles, self.devices.here if by_nccl else None)
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             raise ConfigError(
                 f"[cluster] transport = 'nccl' does not work here ({reason}); {IN_MAIN_MEMORY}"
             ) from error
-
-    def _check_own_devices(self) -> None:
-        """Checks which ranks have the same device: groups that reduce by NCCL need devices of their own.
-
-        Other ranks may share one, and a line says what that costs.
-        """
-        if self.transports is None:
-            return
-        kind, rank = devices.kind_of(self._device), self._ranks.comm.rank
-        mine = kind.identity(self._device), any(self.plan.traits(i).trains for i in self.roles)
-        found = self._ranks.comm.allgather(mine)
-        here = [other for other, its in enumerate(found) if mine[0] and its[0] == mine[0]]
-        learning = [other for other in here if found[other][1]]
-        if self.transports.nccl and rank in learning[1:]:
-            who = f"ranks {learning[0]} and {rank} on {socket.gethostname()}"
-            raise ConfigError(
-                f"[cluster] transport = 'nccl' needs a GPU for each rank with learners, and {who} have the same; use "
-                "fewer learners, or transport = 'auto'"
-            )
-        if len(here) > 1 and rank == here[0] and kind.takes_turns():
-            who = f"ranks {', '.join(map(str, here))} on {socket.gethostname()}"
-            log.info(f"{who} share a {kind.noun}, which computes for one of them at a time: start NVIDIA MPS there")
 
     def _most_buffers(self, role: int) -> int:
         """Returns the largest number of buffers of a role at a time.
@@ -488,13 +348,13 @@ class RankSetup:
     def _open(self, progress: dict[str, Any]) -> None:
         """Creates the files."""
         settled, statistics = ResolvedJob(self.job, self.plan), self.machines.get(self.plan.statistics)
-        network, copies = self._network
-        facts = about_buckets(network, self.auto, copies=copies or LEAST_COPIED * self.pulls)
-        models = {*self._ranks.comm.allgather(devices.kind_of(self._device).model(self._device))}
-        owner = self.places[self.plan.roles[self.plan.server].world_rank]
-        facts["transport"] = "" if self.transports is None else self.transports.names(self._nodes, owner)
-        facts["device_model"] = "; ".join(sorted(models - {""}))  # servers compute in main memory
+        facts = self.buckets.facts | self.devices.facts(self.plan.roles[self.plan.server].world_rank)
         self.files.open(self._ranks, settled, self.executors, statistics, self._info, self._data, facts, progress)
+
+    def bucket_rule(self, plan: Plan) -> BucketRule:
+        """Returns the rule of buckets for a plan."""
+        node = [self.places[role.world_rank] for role in plan.roles]
+        return BucketRule(self.job, plan, node, self.buckets.auto, self.buckets.pulls, self.devices.whole)
 
     def make_machine(self, role: int, plan: Plan, position: TrainingState) -> Machine:
         """Creates a role for a restart. A role that updates weights restores the checkpoint just written."""

@@ -451,13 +451,13 @@ def slow_network(ranks: list[int]) -> Any:
 def train_on_slow_network(comm: Any, directory: Path, jobs: dict[str, tuple[list[int], Any]]) -> dict[str, Any]:
     """As `train_on_nodes`; where a path says so, ranks say that their network is slow. Returns what each chose."""
     from rudra.bench.ranks import rest
-    from rudra.mpi import session, setup
+    from rudra.mpi import bucket_choice, session
 
-    chosen, plain, measure = [], session.Rank, setup.measure
+    chosen, plain, measure = [], session.Rank, bucket_choice.measure
 
-    def made(*about: Any, auto: int, **more: Any) -> Any:
-        chosen.append(auto)
-        return plain(*about, auto=auto, **more)
+    def made(comm: Any, plan: Any, *about: Any, bucket_rule: Any, **more: Any) -> Any:
+        chosen.append(bucket_rule(plan).auto)
+        return plain(comm, plan, *about, bucket_rule=bucket_rule, **more)
 
     def slow(ranks: Any, pairs: Any) -> Any:
         measure(ranks, pairs)
@@ -465,7 +465,7 @@ def train_on_slow_network(comm: Any, directory: Path, jobs: dict[str, tuple[list
 
     session.Rank = made  # type: ignore[misc, assignment]
     for path, (nodes, job) in jobs.items():
-        setup.measure = slow if "slow" in path else measure
+        bucket_choice.measure = slow if "slow" in path else measure
         _train(job, path, on_nodes(comm, nodes))
         rest(comm)
     return dict(zip(jobs, chosen, strict=True))
