@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from rudra.errors import ConfigError, ResultsError
 from rudra.results.reader import open_results
-from tests.unit.report_files import write_point
+from tests.unit.report_files import without_layout, write_point
 from tests.unit.results_files import write_run
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'rudra[plot]'")
@@ -52,8 +53,9 @@ def panels(figure):
     return {axis.get_title(loc="left"): axis for axis in figure.axes}
 
 
-def drawn(files, **options):
-    return _drawn(picture(named(files), **options), narrow=False)
+def drawn(files, *, laid_out=False, **options):
+    with nullcontext() if laid_out else without_layout():
+        return _drawn(picture(named(files), **options), narrow=False)
 
 
 def note_of(figure):
@@ -148,7 +150,7 @@ def test_runs_of_one_seed_are_no_band(tmp_path):
 
 def test_thirteen_runs_can_be_told_apart(tmp_path):
     files = [seeded(tmp_path / f"{i}.h5", 1, learning_rate=0.01 * (i + 1)) for i in range(13)]
-    figure = drawn(files)
+    figure = drawn(files, laid_out=True)
     figure.draw_without_rendering()
     axes = panels(figure).values()
     lines = [[line for line in axis.lines if line.get_marker() != "None" and len(line.get_xdata())] for axis in axes]
