@@ -1,5 +1,6 @@
 """`rudra plot`: one picture of several runs."""
 
+import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -19,8 +20,9 @@ from rudra.report.plot import named, picture, plot
 from rudra.report.svg import _drawn
 
 
-@pytest.fixture
-def runs(tmp_path):
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    place = tmp_path_factory.mktemp("recorded")
     made = {
         "soft": (1000, 5, 2),
         "hard": (300, 5, 0),
@@ -32,9 +34,14 @@ def runs(tmp_path):
         driver = "simulation" if name == "single" else "mpi"
         finish = epochs > 0
         write_run(
-            tmp_path / f"{name}.h5", updates=updates, epochs=epochs, staleness=staleness, finish=finish, driver=driver
+            place / f"{name}.h5", updates=updates, epochs=epochs, staleness=staleness, finish=finish, driver=driver
         )
-    return tmp_path
+    return place
+
+
+@pytest.fixture
+def runs(recorded, tmp_path):
+    return shutil.copytree(recorded, tmp_path, dirs_exist_ok=True)
 
 
 @pytest.mark.parametrize(("suffix", "magic"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".PDF", b"%PDF")])
