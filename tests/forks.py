@@ -64,12 +64,16 @@ def _serve(listener: int, launcher: int) -> list[str]:
 
 if __name__ == "__main__":
     before, *arguments = _serve(*map(int, sys.argv[2:]))
+    import torch
+
     from rudra.cli import finish
     from rudra.cli.main import main
     from rudra.mpi import failures, launch
 
     if launch.world_size() is None:
         os.environ.pop("RUDRA_PROXY")  # this is no rank
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(int(threads))  # torch read it when the server imported it
     sys.path[:0] = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     sys.argv[:] = ["rudra", *arguments]
     finish.has = lambda library: False  # draws no picture of every run

@@ -231,8 +231,8 @@ def dropped(state: SearchState) -> Iterator[tuple[Price, str]]:
         return
     bound = Bound.of(state)
     tried = state.tried_points
-    for price in state.prices:
-        if price.dominated is None and bound.excludes(price) and key_of(price.point.settings) not in tried:
+    for key, price in state.priced.items():
+        if price.dominated is None and key not in tried and bound.excludes(price):
             yield (
                 price,
                 f"takes {duration(bound.least_s(price))} at least, even if its samples are worth {bound.worth:.2f} of "

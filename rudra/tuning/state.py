@@ -63,6 +63,7 @@ class SearchState:
     Attributes:
         limit: Most samples that all probes may train together, as soon as it is known: a budget in minutes.
         prices: Prices of the points, without the job as given.
+        priced: The same prices, by the key of their point.
         given: Key -> values, in place of the values that a strategy would try.
         probes: Probes at their present length, by name, in the order of asking.
         outcomes: Their outcomes, by name.
@@ -82,8 +83,9 @@ class SearchState:
         real: bool = False,
     ) -> None:
         self.job, self.target, self.given = job, target, given or {}
-        self.prices = [price for price in prices if price.point.settings]
         self._priced, self._untimed = {key_of(p.point.settings): p for p in prices}, frozenset(untimed)
+        self.priced = {key: price for key, price in self._priced.items() if price.point.settings}
+        self.prices = [*self.priced.values()]
         self.training_samples, self.budget, self.longest, self.real = training_samples, budget, longest, real
         self.limit = math.inf
         self._measured: dict[tuple[tuple[str, str], ...], float] = {}

@@ -1,11 +1,14 @@
 """A made-up study for the tests of reports: a grid of runs whose times and errors follow simple laws."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from rudra.core.records import EPOCH, GRADIENT, LEARNER, TOTALS, UPDATE
 from rudra.job.job import Job
@@ -112,3 +115,11 @@ def write_study(directory: Path, mus=(4, 16, 64), lambdas=(1, 2, 10, 30), *, hol
     index = {"format": 1, "title": TITLE, "job": "grid", "quick": False, "figure": "tradeoff"}
     (directory / "sweep.json").write_text(json.dumps({**index, "grid": {}, "points": points, "paper": paper}))
     return directory
+
+
+@contextmanager
+def without_layout() -> Iterator[None]:
+    """Figures are drawn, but not laid out, which takes half of their time: for tests of what is in them."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("matplotlib.layout_engine.ConstrainedLayoutEngine.execute", lambda engine, figure: None)
+        yield

@@ -124,13 +124,14 @@ def effective_rate(price: Price, rate: float, momentum: float) -> float:
 
 
 def modulated(point: Candidate) -> float:
-    """Factor on the learning rate by the point's protocol."""
-    if point.name not in _FACTORS:
-        _FACTORS[point.name] = batch_of(point.job).factor
-    return _FACTORS[point.name]
+    """Factor on the learning rate by the point's protocol; searches ask thousands of times."""
+    if id(point) not in _FACTORS:
+        _FACTORS[id(point)] = batch_of(point.job).factor, point
+    return _FACTORS[id(point)][0]
 
 
-_FACTORS: dict[str, float] = {}
+_FACTORS: dict[int, tuple[float, Candidate]] = {}
+"""Identity of a point -> its factor, and the point itself, which stays alive."""
 
 
 def rate_and_momentum(settings: Settings) -> tuple[float, float]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.report_files import write_point
+from tests.unit.report_files import without_layout, write_point
 from tests.unit.results_files import write_run
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'rudra[plot]'")
@@ -51,14 +51,15 @@ def test_a_drawing_names_everybody(directory: Path) -> None:
     (study,) = collect([directory])
     base, groups, star = drawings(study)
     for narrow in (False, True):
-        drawn = inline(star, "x", narrow=narrow)
+        with without_layout():
+            drawn, of_groups, of_base = (inline(each, "x", narrow=narrow) for each in (star, groups, base))
         assert all(f">learner {i}<" in drawn for i in range(6))
         assert all(
             f">{text}<" in drawn for text in ("Weights come down", "node 0", "tree servers 0, 2, 3, learners 0 to 2")
         )
         assert "stroke-dasharray" in drawn
-        assert ">group 2<" in inline(groups, "x", narrow=narrow)
-        assert "stroke-dasharray" not in inline(base, "x", narrow=narrow)
+        assert ">group 2<" in of_groups
+        assert "stroke-dasharray" not in of_base
 
 
 def test_thousands_are_drawn_as_few(tmp_path: Path) -> None:
@@ -100,6 +101,7 @@ def test_files_that_do_not_say_who_was_who_have_no_drawing(tmp_path: Path) -> No
 def test_drawings_are_written_as_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rudra.report.page.inline", lambda figure, prefix, *, narrow: "")
     point(tmp_path / "run.h5", 2, "base")
-    report([tmp_path / "run.h5"], tmp_path / "page.html", tmp_path / "figures")
+    with without_layout():
+        report([tmp_path / "run.h5"], tmp_path / "page.html", tmp_path / "figures")
     written = {path.name for path in (tmp_path / "figures").iterdir() if path.stem.startswith("topology")}
     assert written == {"topology.pdf", "topology.svg", "topology.csv"}

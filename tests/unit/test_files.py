@@ -12,6 +12,7 @@ from rudra.cli.main import main
 from rudra.errors import ResultsError
 from rudra.files import check_output, written
 from rudra.studies import calibrate
+from tests.unit.report_files import without_layout
 
 TINY = "--set=data.train_limit=32 --set=data.test_limit=16 --set=training.epochs=1 --set=model.name=mlp"
 TINY += " --set=cluster.learners=2 --set=cluster.threads_per_rank=1"
@@ -38,13 +39,14 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 @pytest.fixture
-def here(tmp_path: Path, recorded: bytes, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with a result file; nothing is measured, and pages have no figures."""
+def here(tmp_path: Path, recorded: bytes, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory with a result file; nothing is measured, pages have no figures, and pictures are not laid out."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("rudra.report.page.inline", lambda figure, prefix, *, narrow: "")
     monkeypatch.setattr(calibrate, "calibrate", lambda *_, **__: "nodes = 1\n")
     Path("run.h5").write_bytes(recorded)
-    return tmp_path
+    with without_layout():
+        yield tmp_path
 
 
 @pytest.fixture

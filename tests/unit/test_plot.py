@@ -1,7 +1,9 @@
 """`rudra plot`: one picture of several runs."""
 
+import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import pytest
 
 from rudra.errors import ConfigError, ResultsError
 from rudra.results.reader import open_results
-from tests.unit.report_files import write_point
+from tests.unit.report_files import without_layout, write_point
 from tests.unit.results_files import write_run
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'rudra[plot]'")
@@ -18,8 +20,9 @@ from rudra.report.plot import named, picture, plot
 from rudra.report.svg import _drawn
 
 
-@pytest.fixture
-def runs(tmp_path):
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    place = tmp_path_factory.mktemp("recorded")
     made = {
         "soft": (1000, 5, 2),
         "hard": (300, 5, 0),
@@ -31,9 +34,14 @@ def runs(tmp_path):
         driver = "simulation" if name == "single" else "mpi"
         finish = epochs > 0
         write_run(
-            tmp_path / f"{name}.h5", updates=updates, epochs=epochs, staleness=staleness, finish=finish, driver=driver
+            place / f"{name}.h5", updates=updates, epochs=epochs, staleness=staleness, finish=finish, driver=driver
         )
-    return tmp_path
+    return place
+
+
+@pytest.fixture
+def runs(recorded, tmp_path):
+    return shutil.copytree(recorded, tmp_path, dirs_exist_ok=True)
 
 
 @pytest.mark.parametrize(("suffix", "magic"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".PDF", b"%PDF")])
@@ -52,8 +60,9 @@ def panels(figure):
     return {axis.get_title(loc="left"): axis for axis in figure.axes}
 
 
-def drawn(files, **options):
-    return _drawn(picture(named(files), **options), narrow=False)
+def drawn(files, *, laid_out=False, **options):
+    with nullcontext() if laid_out else without_layout():
+        return _drawn(picture(named(files), **options), narrow=False)
 
 
 def note_of(figure):
@@ -148,7 +157,7 @@ def test_runs_of_one_seed_are_no_band(tmp_path):
 
 def test_thirteen_runs_can_be_told_apart(tmp_path):
     files = [seeded(tmp_path / f"{i}.h5", 1, learning_rate=0.01 * (i + 1)) for i in range(13)]
-    figure = drawn(files)
+    figure = drawn(files, laid_out=True)
     figure.draw_without_rendering()
     axes = panels(figure).values()
     lines = [[line for line in axis.lines if line.get_marker() != "None" and len(line.get_xdata())] for axis in axes]

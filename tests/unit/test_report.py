@@ -4,7 +4,6 @@ import io
 import json
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ import torch
 import rudra
 from rudra.cli.main import main
 from rudra.errors import ConfigError, ResultsError
-from tests.unit.report_files import TITLE, write_point, write_study
+from tests.unit.report_files import TITLE, without_layout, write_point, write_study
 from tests.unit.results_files import write_run
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'rudra[plot]'")
@@ -37,14 +36,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 @pytest.fixture(scope="module")
 def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_study(tmp_path_factory.mktemp("studies") / "grid", (4, 64), (1, 10, 30))
-
-
-@contextmanager
-def without_layout() -> Iterator[None]:
-    """Figures are drawn, but not laid out, which takes half of their time: for tests of what is in them."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr("matplotlib.layout_engine.ConstrainedLayoutEngine.execute", lambda engine, figure: None)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import pytest
 
 import rudra
 from rudra.job.job import Job
+from tests.unit.report_files import without_layout
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'rudra[plot]'")
 pytest.importorskip("jinja2", reason="Jinja is not installed: pip install 'rudra[plot]'")
@@ -177,7 +178,8 @@ def test_a_run_in_virtual_time_has_the_shares_batches_and_utilisation_of_its_cos
 
 
 def test_a_report_has_the_panels_of_figures_5_to_8(files: list[Path], tmp_path: Path) -> None:
-    (page, *_) = report(files[2:], tmp_path / "page.html")
+    with without_layout():
+        (page, *_) = report(files[2:], tmp_path / "page.html")
     text = page.read_text(encoding="utf-8")
     for title in (
         "Convergence of heterogeneous workers",

@@ -21,12 +21,16 @@ from rudra.compute.shortcuts import gradients_of
 from rudra.compute.tasks import Classification
 from rudra.data.load import load
 from rudra.errors import ConfigError
+from tests.selection import CAMPAIGN
 
 COMPILED = ("large with norms", "hook on a large parameter", "checkpoint", "custom function")
 TRACED = (
     *("convolutions", "attention", "gru, packed", "tied", "spectral norm", "second derivative", "gradient penalty"),
     *("hook after accumulation", "hook on a module's gradient", "buffers made anew", "experts", "sparse embedding"),
+    "custom function",
 )
+CODE = [pytest.param(name, True, marks=CAMPAIGN if name in TRACED else ()) for name in COMPILED]
+"""A custom function is gone before code is written: torch traces it into the operations of its two passes."""
 
 
 def plain(name: str) -> tuple[float, torch.Tensor]:
@@ -100,7 +104,7 @@ def test_gradients_computed_together_are_those_of_plain_torch_or_refused(name: s
 @pytest.mark.timeout(280)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's, where it compiles in parts
-@pytest.mark.parametrize(("name", "code"), [*((n, True) for n in COMPILED), *((n, False) for n in TRACED)])
+@pytest.mark.parametrize(("name", "code"), [*CODE, *((n, False) for n in TRACED)])
 def test_compiled_gradients_are_those_of_plain_torch(name: str, code: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With `code` by compiled code; else by the operations that torch found to compile, which takes a tenth."""
     if not code:

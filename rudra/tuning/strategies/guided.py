@@ -184,6 +184,8 @@ def _around(state: SearchState, settings: Settings) -> Iterator[tuple[str, Setti
     }
     outer = ("averaging.outer.learning_rate", "averaging.outer.momentum")
     for keys in ((SIZE,), ("averaging.period",), *((key,) for key in outer), PER_DEVICE):
+        if not settings.keys() >= {*keys}:
+            continue
         found = {
             tuple(price.point.settings[key] for key in keys)
             for price in state.prices
