@@ -22,7 +22,7 @@ def make_job(protocol: str, bank: str, **tables: Any) -> rudra.Job:
     cluster = {"learners": LEARNERS, "learners_per_device": LEARNERS, "threads_per_rank": 1, "bank": bank}
     return rudra.Job(
         model=tables.pop("model", NETWORKS["lenet"]),
-        data={"train_limit": 320, "test_limit": 40, **tables.pop("data", {})},
+        data={"train_limit": 320, "test_limit": 40},
         training={"minibatch_size": 4, "epochs": 1, "evaluate": False, "seed": 3, **tables.pop("training", {})},
         optimizer={"learning_rate": 0.002, "momentum": 0.9, **tables.pop("optimizer", {})},
         protocol={"name": protocol, "modulation": "none", **tables.pop("protocol", {})},
@@ -43,8 +43,7 @@ def simulated(job: rudra.Job, path: Path) -> np.ndarray[Any, Any]:
 @pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("protocol", ["sma", "average", "diloco", "hardsync"])
 def test_a_fused_bank_trains_as_a_loop_does(network: str, protocol: str, tmp_path: Path) -> None:
-    more: dict[str, Any] = {"data": {"train_limit": 160}}  # ten steps, and two averages of diloco
-    more |= {"averaging": {"period": 5}} if protocol == "diloco" else {}
+    more: dict[str, Any] = {"averaging": {"period": 5}} if protocol == "diloco" else {}
     found = [
         simulated(make_job(protocol, bank, model=NETWORKS[network], **more), tmp_path / f"{bank}.h5")
         for bank in ("loop", "fused")
