@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_models
 import torch
-import user_code
 from burst_runs import batchnorm, burst_runs
 from processes import finish, replays, run_until, start
 
@@ -67,7 +67,7 @@ JOBS = {
     "streams": make_job(cluster={"bank": "graphs", "streams": 2}),
     "fused": make_job(cluster={"bank": "fused"}),
     "BatchNorm": make_job(model={"name": batchnorm}, cluster={"bank": "graphs"}),
-    "dropout": make_job(model={"name": user_code.normed_digits}),
+    "dropout": make_job(model={"name": small_models.normed_digits}),
     "adam": make_job(optimizer={"name": "adam", "learning_rate": 0.01, "momentum": 0.0}),
     "checkpoints": make_job(results={"checkpoint_every": "4 updates", "keep_checkpoints": "7 updates"}),
     "rates by update": make_job(
@@ -92,7 +92,7 @@ LOCAL = {
     "streams": make_job(ranks=2, averaging={"period": 5}, cluster={"bank": "graphs", "streams": 2}),
     "fused": make_job("average", ranks=2, averaging={"period": 5}, cluster={"bank": "fused"}),
     "BatchNorm": make_job(ranks=2, model={"name": batchnorm}, averaging={"period": 5}, cluster={"bank": "graphs"}),
-    "dropout": make_job("diloco", ranks=2, model={"name": user_code.normed_digits}, averaging={"period": 5}),
+    "dropout": make_job("diloco", ranks=2, model={"name": small_models.normed_digits}, averaging={"period": 5}),
     "adam": make_job(
         "average",
         ranks=2,
