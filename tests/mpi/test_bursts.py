@@ -201,6 +201,15 @@ def test_recorded_local_steps_give_the_content_of_a_run_whose_learners_are_asked
     assert recorded["refusal"] == NOT_RECORDED.get(of_ranks, "")
 
 
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", ["fused", "streams"])
+def test_a_bank_continues_if_one_learner_did_not_wait_for_a_burst(name: str) -> None:
+    """Messages may reach the learners of a rank apart. A fused bank then waits for a request that is held back."""
+    _, runs, _ = on_ranks(burst_runs, jobs={name: LOCAL[name]}, ways=(ASKED, "early"), together=True)
+    assert runs[f"{name}: early"]["local steps"] > 0
+    assert runs[f"{name}: early"]["content"] == runs[f"{name}: {ASKED}"]["content"]
+
+
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", ["streams", "fused", "sma, period 3", "BatchNorm"])
 def test_all_adverse_orders_give_one_result(name: str) -> None:
