@@ -84,13 +84,11 @@ def train(job: Job, path: Path, comm: "MPI.Comm | None" = None) -> Results:
     Raises:
         RunError: the run failed.
     """
-    from rudra.mpi.quiet import QuietComm
     from rudra.mpi.session import run_ranks
     from rudra.prepare.start import StartRequest
 
     job = job.with_(cluster={"device": "cpu"})  # as the alternatives in the comparison
-    own = comm if comm is None or isinstance(comm, QuietComm) else QuietComm(comm)
-    code, _ = run_ranks(job, StartRequest(path, force=True), progress={"mode": "quiet", "columns": None}, comm=own)
+    code, _ = run_ranks(job, StartRequest(path, force=True), progress={"mode": "quiet", "columns": None}, comm=comm)
     if code:
         raise RunError(f"the run ended with exit code {code}")
     return open_results(path)

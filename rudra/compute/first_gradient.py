@@ -20,6 +20,7 @@ from rudra.compute.device.kind import CPU
 from rudra.compute.flat import FlatModel, Gradients
 from rudra.compute.gradients import GradientSource
 from rudra.compute.memory_plan import check_device_memory
+from rudra.compute.parts import elements_of
 from rudra.compute.shortcuts import gradients_of
 from rudra.compute.stages import cut_model
 from rudra.compute.tasks import Task
@@ -166,7 +167,7 @@ def _check_pieces(job: Job, flat: FlatModel, data: Data, batch: Any, seed: int, 
     pieces = [FlatModel(piece, flat.task) for piece in (cut.front, cut.back)]
     outs = [torch.zeros(piece.size, device=piece.device) for piece in pieces]
     for piece, part in zip(pieces, cut.parts(job.optimizer, flat.layout), strict=True):
-        piece.bind(torch.cat([weights[stretch] for stretch in part.stretches]))
+        piece.bind(elements_of(weights, part))
     front, back = pieces
     inputs, target = batch
     activations = front.forward(inputs, seed, torch.empty(front.size - front.parameter_count, device=front.device))

@@ -3,7 +3,7 @@
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
@@ -20,6 +20,7 @@ from rudra.compute.device.streams import Number, Pending, Stream, known, until_d
 from rudra.compute.early_pass import EarlyPass
 from rudra.compute.evaluation import evaluate, score_of, summed
 from rudra.compute.executor import Executor, performs
+from rudra.compute.feed import Given
 from rudra.compute.final_gradients import Ready
 from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import ERROR, LOSS, BatchFigures, BatchResult, GradientSource
@@ -62,6 +63,24 @@ class Examined(NamedTuple):
 
     splits: Mapping[str, Samples]
     batch_size: int
+
+
+class _Attempt(NamedTuple):
+    """Gradient that was computed with a loss of one scale.
+
+    Attributes:
+        figures: Loss and errors of the mini-batch.
+        batch: Returns the mini-batch.
+        norm: Norm of the gradient. NaN: it is not recorded.
+        overflows: Whether the gradient has elements that are not finite, so that a smaller scale is tried.
+        copies: Copies of its parts from the device, in the order of arrival.
+    """
+
+    figures: tuple[float, float]
+    batch: Callable[[], Batch]
+    norm: float
+    overflows: bool
+    copies: list[tuple[slice, Pending]]
 
 
 class LearnerExecutor(Executor):
@@ -123,50 +142,60 @@ class LearnerExecutor(Executor):
             yield self.computed(action, self.source.confirmed(noted.figures.tolist(), action.work, batch))
             return
         weights, gradient = self.buffer(action.weights), self.buffer(action.gradient)
+        self._watch(action, gradient)
+        given = self.source.take(action.step, action.work)
+        if self.bank is not None:
+            about = self.source, action, partial(self._vectors, weights, gradient), given
+            yield from self.bank.gather(self, ReadyLearner(*about))
+        model = self.source.model
+        for scale in model.scales if model.scaled and kind_of(model.device).apart else (None,):
+            attempt = yield from self._attempt(action, weights, gradient, given, scale)
+            if not attempt.overflows:
+                break
+        for part, there in attempt.copies:
+            while not there.done():
+                yield attempt.copies[-1][1]
+            if self.ready is not None:
+                self.ready(part)
+        yield self.computed(action, self.source.confirmed(attempt.figures, action.work, attempt.batch), attempt.norm)
+
+    def _watch(self, action: Compute, gradient: Buffer) -> None:
+        """Lets `ready` also measure a gradient whose norm is recorded, or drops it if another thread computes."""
         if self.own_stream and self._stage is None:
             self.ready = None  # only the thread of the roles may call it
         norms = self.norms if self.norms is not None and self.norms.covers_gradient(action.timestamp) else None
         if norms is not None and self.ready is not None and self._stage is None:
             self.ready = norms.watching(gradient.vector, self.ready)
-        batches: list[Batch] = []
-        model = self.source.model
-        given = self.source.take(action.step, action.work)
-        if self.bank is not None:
-            about = self.source, action, partial(self._vectors, weights, gradient), given
-            yield from self.bank.gather(self, ReadyLearner(*about))
 
-        def work(scale: float | None) -> tuple[Number, ...]:
+    def _attempt(
+        self, action: Compute, weights: Buffer, gradient: Buffer, given: Given | None, scale: float | None
+    ) -> Generator[Pending, None, _Attempt]:
+        """Computes a gradient with a loss of this scale. When it returns, copies may still be on their way."""
+        batches: list[Batch] = []
+
+        def work() -> tuple[Number, ...]:
             self.source.given = given
             loss, errors, _, batch = self._gradient(action, weights, gradient, scale)
             self.source.given = None
-            batches[:] = [batch]
-            checks = scale not in (None, model.scales[-1])
-            overflows = model.overflows(self._vectors(weights, gradient)[1]) if checks else 0.0
+            batches.append(batch)
+            checks = scale not in (None, self.source.model.scales[-1])
+            overflows = self.source.model.overflows(self._vectors(weights, gradient)[1]) if checks else 0.0
             return loss, errors, self._norm(action), overflows
 
         inputs = [] if given is None else [given.copied]
         if self.bank is not None:
             inputs = self.bank.copies
-        tried = model.scales if model.scaled and kind_of(model.device).apart else (None,)
-        for scale in tried:
-            pending = self._stream.submit(partial(work, scale), after=(*inputs, *self._arriving))
-            self._arriving.clear()
-            if given is not None:
-                given.half.used = pending
-            copies = self._copies_back(gradient, pending)
-            last = copies[-1][1] if copies else pending
-            while not pending.done():
-                self.source.send_ahead(action.step, action.work)
-                yield last
-            loss, errors, norm, overflows = pending.numbers()
-            if not overflows:
-                break
-        for part, there in copies:
-            while not there.done():
-                yield last
-            if self.ready is not None:
-                self.ready(part)
-        yield self.computed(action, self.source.confirmed((loss, errors), action.work, batches.pop), norm)
+        pending = self._stream.submit(work, after=(*inputs, *self._arriving))
+        self._arriving.clear()
+        if given is not None:
+            given.half.used = pending
+        copies = self._copies_back(gradient, pending)
+        last = copies[-1][1] if copies else pending
+        while not pending.done():
+            self.source.send_ahead(action.step, action.work)
+            yield last
+        loss, errors, norm, overflows = pending.numbers()
+        return _Attempt((loss, errors), batches.pop, norm, overflows > 0, copies)
 
     def _gradient(self, action: Compute, weights: Buffer, gradient: Buffer, scale: float | None) -> BatchFigures:
         """Computes a gradient in its buffer."""

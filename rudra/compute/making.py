@@ -6,6 +6,7 @@ from itertools import accumulate, pairwise
 import torch
 
 from rudra.compute import models, tasks
+from rudra.compute.averaging_executor import AveragingExecutor
 from rudra.compute.correcting import corrector_of
 from rudra.compute.device.devices import kind_of
 from rudra.compute.device.kind import CPU
@@ -19,7 +20,7 @@ from rudra.compute.learners import TRAIN, Examined, LearnerExecutor, ReplicaExec
 from rudra.compute.memory_plan import ResidentSets, resident_sets
 from rudra.compute.norms import meter_of_learner, meter_of_owner
 from rudra.compute.optim import UpdateRule
-from rudra.compute.owners import AveragingExecutor, FirstWeights, OwnerExecutor, ServerExecutor
+from rudra.compute.owners import FirstWeights, OwnerExecutor, ServerExecutor
 from rudra.compute.parts import cut
 from rudra.compute.pulled_pass import PullingExecutor
 from rudra.compute.replicas import AveragerExecutor, CentralExecutor, ElasticExecutor, ReferrerExecutor, outer_rule

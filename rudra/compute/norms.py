@@ -6,7 +6,7 @@ change the result. A recorded norm has the precision of float32, and its sum is 
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby, pairwise
 
 import torch
@@ -66,13 +66,34 @@ class NormMeter:
         self._last: tuple[int, torch.Tensor] | None = None  # a kept gradient, and the timestamp of its update
         self._early: dict[int, float] = {}  # piece -> norm, of the gradient that is being computed
 
-    def covers(self, timestamp: int) -> bool:
-        """Returns whether the norm of an update's gradient is recorded."""
-        return timestamp % self._every == 0
-
     def covers_gradient(self, timestamp: int) -> bool:
         """Returns whether the norm of a gradient at the weights of a timestamp is recorded."""
-        return not self._applied_next or self.covers(timestamp + 1)
+        return not self._applied_next or self._covers(timestamp + 1)
+
+    def of_update(self, timestamp: int, gradient: Callable[[], torch.Tensor | RowGradient]) -> tuple[Number, Number]:
+        """Measures the gradient of an update before the update.
+
+        Args:
+            timestamp: Timestamp of the weights after the update.
+            gradient: Returns the gradient. It is called only if it is needed.
+
+        Returns:
+            Its norm, for `rounded`, and its product with the gradient of the previous update, for `single`. A device
+            may still compute them. NaN: it is not recorded.
+        """
+        measures, keeps = self._covers(timestamp), self._multiplies and self._covers(timestamp + 1)
+        if not (measures or keeps):
+            return math.nan, math.nan
+        present = gradient()
+        norm = self.norm(present) if measures else math.nan
+        product = self._product(timestamp, present) if measures else math.nan
+        if keeps:
+            self._keep(timestamp, present)
+        return norm, product
+
+    def _covers(self, timestamp: int) -> bool:
+        """Returns whether the norm of an update's gradient is recorded."""
+        return timestamp % self._every == 0
 
     def watching(self, gradient: torch.Tensor, ready: Ready) -> Ready:
         """Returns a function that measures final pieces of a gradient before it reports them by `ready`.
@@ -121,22 +142,15 @@ class NormMeter:
         """Returns the pieces of a gradient's parameters."""
         return torch.split(gradient[: self._parameters], self._sizes)
 
-    def keeps(self, timestamp: int) -> bool:
-        """Returns whether the gradient of an update is needed for the product at the next update."""
-        return self._multiplies and self.covers(timestamp + 1)
-
-    def keep(self, timestamp: int, gradient: torch.Tensor | RowGradient) -> None:
+    def _keep(self, timestamp: int, gradient: torch.Tensor | RowGradient) -> None:
         """Copies the gradient of an update. Gradients in rows are not kept."""
         if isinstance(gradient, RowGradient):
             return
         copy = torch.empty_like(gradient[: self._parameters]) if self._last is None else self._last[1]
         self._last = timestamp, copy.copy_(gradient[: self._parameters])
 
-    def product(self, timestamp: int, gradient: torch.Tensor | RowGradient) -> Number:
-        """Returns the inner product with the gradient of the previous update, for `single`.
-
-        A device may still compute it. NaN: that gradient was not kept.
-        """
+    def _product(self, timestamp: int, gradient: torch.Tensor | RowGradient) -> Number:
+        """Returns the inner product with the gradient of the previous update. NaN: that gradient was not kept."""
         if isinstance(gradient, RowGradient) or self._last is None or self._last[0] != timestamp - 1:
             return math.nan
         pairs = zip(self._split(gradient), self._split(self._last[1]), strict=True)

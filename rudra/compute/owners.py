@@ -1,9 +1,9 @@
-"""Executors of servers: they average gradients, and own and update weights."""
+"""Executors of roles that own and update weights."""
 
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from rudra.compute.averaging import CACHE_LINE, CHUNK, slices
+from rudra.compute.averaging_executor import AveragingExecutor
 from rudra.compute.carried import CarriedState
 from rudra.compute.correcting import Corrector
 from rudra.compute.device.devices import kind_of
@@ -21,14 +22,13 @@ from rudra.compute.executor import Executor, performs
 from rudra.compute.flat import FlatModel
 from rudra.compute.norms import NormMeter
 from rudra.compute.optim import UpdateRule
-from rudra.compute.parts import stretch_names
-from rudra.compute.rows import RowFormat, RowGradient, alike
+from rudra.compute.parts import elements_of, stretch_names
+from rudra.compute.rows import RowGradient
 from rudra.compute.sliced_steps import SlicedSteps
-from rudra.compute.sparse import SparseRows
 from rudra.compute.speculation import SpeculativeSteps, Step
 from rudra.compute.vectors import Buffer
 from rudra.compute.weight_samples import WeightSamples
-from rudra.core.actions import Accumulate, ComputeNorms, Copy, Correct, SetOptimizer, Update
+from rudra.core.actions import ComputeNorms, Copy, Correct, SetOptimizer, Update
 from rudra.core.buffer_names import AVERAGE, DOWNCAST, WEIGHTS
 from rudra.core.digest import digest_of, sha256
 from rudra.core.events import NormsComputed, Updated
@@ -46,75 +46,6 @@ FirstWeights = Callable[[Path, Sequence[Entry]], npt.NDArray[np.float32]]
 
 UpdateResult = Updated | Iterator[Updated | Pending]
 """End of an update, or what yields it after a device has done its work."""
-
-
-class AveragingExecutor(Executor):
-    """Executor of a server that averages gradients."""
-
-    @performs(Accumulate)
-    def accumulate(self, action: Accumulate) -> None:
-        if not self.lazy_average:
-            self._accumulate(action)
-            if action.gradient != action.into:
-                self._give_back(action.gradient)
-            return
-        into = self.buffer(action.into).vector
-        self._void(action.into)
-        gradient = into.__getitem__ if action.into == action.gradient else self.taking(action.gradient)
-        if action.into not in self._scratch:
-            self._scratch[action.into] = torch.empty(min(CHUNK, self.size), device=self.device)
-        scratch = self._scratch[action.into]
-
-        def take(part: slice) -> torch.Tensor:
-            out = scratch[: part.stop - part.start]
-            self._add(action, into[part], gradient(part), out, max(self.parameters - part.start, 0))
-            return out
-
-        self.defer(action.into, take, (action.into, action.gradient), partial(self._accumulate, action))
-
-    @cached_property
-    def _scratch(self) -> dict[str, torch.Tensor]:
-        """Scratch memory for one slice of each deferred average."""
-        return {}
-
-    def _accumulate(self, action: Accumulate) -> None:
-        gradient, before = self.buffer(action.gradient), self.buffer(action.into)
-        self._void(action.into)
-        after = self.spare(action.into) if before.borrowed or before.readers else before
-        if self.row_format is None:
-            self._add(action, before.vector, gradient.vector, after.vector, self.parameters)
-        else:
-            self._add_rows(action, before.gradient, gradient.gradient, after.gradient, self.row_format)
-        if after is not before:
-            self._replace(action.into, after)
-
-    def _add_rows(self, action: Accumulate, into: Any, gradient: Any, out: Any, form: RowFormat) -> None:
-        """Averages gradients in rows, bitwise identical to `_add`."""
-        self._add(action, into.rest, gradient.rest, out.rest, self.parameters - form.features * form.width)
-        indices, mine, its = alike(into, gradient)
-        if action.into == action.gradient:
-            mine = its = mine.clone()
-        flat = mine.reshape(-1)
-        self._add(action, flat, flat if mine is its else its.reshape(-1), flat, len(flat))
-        if indices is None:
-            out.put_whole(mine)
-        else:
-            out.put(SparseRows(indices, mine))
-
-    def _add(
-        self, action: Accumulate, into: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor, parameters: int
-    ) -> None:
-        """Averages a slice or a whole vector that begins with `parameters` parameters. `out` may be `into`."""
-        if action.into == action.gradient:
-            torch.mul(into[:parameters], action.scale, out=out[:parameters])
-            if out is not into:
-                out[parameters:] = into[parameters:]
-        elif action.scale == 1.0:
-            torch.lerp(into, gradient, action.fraction, out=out)
-        else:
-            head = torch.mul(into[:parameters], 1 - action.fraction, out=out[:parameters])
-            head.add_(gradient[:parameters], alpha=action.fraction * action.scale)
-            torch.lerp(into[parameters:], gradient[parameters:], action.fraction, out=out[parameters:])
 
 
 class OwnerExecutor(Executor):
@@ -179,7 +110,7 @@ class OwnerExecutor(Executor):
     def _take_part(self, weights: torch.Tensor) -> None:
         """Starts with a part of these weights, and records the digest of all of them, which is not available later."""
         assert self._owned_part is not None
-        self.buffer(WEIGHTS).vector.copy_(torch.cat([weights[stretch] for stretch in self._owned_part.stretches]))
+        self.buffer(WEIGHTS).vector.copy_(elements_of(weights, self._owned_part))
         self._first_sha256 = sha256(weights.numpy())
 
     def sha256(self, name: str) -> str:
@@ -275,10 +206,8 @@ class OwnerExecutor(Executor):
         """
         if len(average) != self._of:
             raise CheckpointError(f"the checkpoint does not fit: the average of the weights has {len(average)} numbers")
-        part = self._owned_part
-        own = average if part is None else torch.cat([average[stretch] for stretch in part.stretches])
         buffer = self.renew(AVERAGE)
-        buffer.vector.copy_(own)
+        buffer.vector.copy_(average if self._owned_part is None else elements_of(average, self._owned_part))
         buffer.version += 1
 
     @performs(Correct)
@@ -337,7 +266,9 @@ class OwnerExecutor(Executor):
             return Updated(action.timestamp, digest_of(sampled), time.perf_counter() - began)
         if self.corrector is not None:
             self.corrector.updated()
-        measured = self._measured(action)
+        measured: tuple[Number, Number] = (math.nan, math.nan)
+        if self.update_norms is not None:
+            measured = self.update_norms.of_update(action.timestamp, lambda: self.buffer(action.gradient).gradient)
         buffer = self._stepped(action)
         self._give_back(action.gradient)
         self._round_counters(buffer.vector)
@@ -373,21 +304,6 @@ class OwnerExecutor(Executor):
         digest, pieces = (digest_of(*sampled), ()) if whole else (0, tuple(sampled))
         seconds = time.perf_counter() - began
         return Updated(action.timestamp, digest, seconds, pieces, norm, norm * clip_factor, single(product))
-
-    def _measured(self, action: Update) -> tuple[Number, Number]:
-        """Returns the norm of an update's gradient, and its product with the previous one. NaN: it is not recorded."""
-        meter = self.update_norms
-        if meter is None:
-            return math.nan, math.nan
-        measures, keeps = meter.covers(action.timestamp), meter.keeps(action.timestamp)
-        if not (measures or keeps):
-            return math.nan, math.nan
-        gradient = self.buffer(action.gradient).gradient
-        norm = meter.norm(gradient) if measures else math.nan
-        product = meter.product(action.timestamp, gradient) if measures else math.nan
-        if keeps:
-            meter.keep(action.timestamp, gradient)
-        return norm, product
 
     def _average_over_time(self, action: Update, weights: torch.Tensor) -> None:
         """Adds new weights to their average over time. Counters of the model are not averaged."""

@@ -7,6 +7,7 @@ optimiser steps together, or a multiple of a cache line after the start of a run
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from rudra.compute.runs import CACHE_LINE, runs_of
@@ -53,6 +54,11 @@ def pieces_of(job: Job, layout: Sequence[Entry], parameters: int, part: Part | N
     if count == 1:
         return [slice(0, parameters)]
     return [slice(piece.start, min(piece.stop, parameters)) for piece in cut(job.optimizer, layout, count)]
+
+
+def elements_of(vector: torch.Tensor, part: Part) -> torch.Tensor:
+    """Returns the elements of a whole vector that the owner of a part has, as it stores them."""
+    return torch.cat([vector[stretch] for stretch in part.stretches])
 
 
 def _nearest(runs: Sequence[slice], place: int) -> int:

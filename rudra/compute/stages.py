@@ -210,7 +210,7 @@ class PieceExecutor(OwnerExecutor):
 
     def _take_part(self, weights: torch.Tensor) -> None:
         super()._take_part(weights)
-        self._side_sha256 = sha256(torch.cat([weights[stretch] for stretch in self._side.stretches]).numpy())
+        self._side_sha256 = sha256(parts.elements_of(weights, self._side).numpy())
 
     def hash(self, action: Hash) -> Hashed:
         """Hashes all weights of its side. If other owners have parts of the side, hashes the initial weights."""

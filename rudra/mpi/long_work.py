@@ -124,8 +124,9 @@ class LongWork:
         return None
 
     def works_for(self, roles: Collection[int]) -> bool:
-        """Returns whether work of some of these roles is not over in this thread."""
-        return any(role in roles for role, _ in self._actions)
+        """Returns whether work of some of these roles is not over in this thread, and needs no request to end."""
+        pending = (actions[0].pending for (role, _), actions in self._actions.items() if role in roles)
+        return any(each is None or not each.gathers for each in pending)
 
     @property
     def under_way(self) -> bool:

@@ -58,7 +58,7 @@ def run_ranks(
     *,
     progress: dict[str, Any],
     launched: bool = False,
-    comm: QuietComm | None = None,
+    comm: MPI.Comm | None = None,
 ) -> tuple[int, Path]:
     """Runs this rank's part of a job until its end.
 
@@ -74,15 +74,16 @@ def run_ranks(
         3 (the run was stopped on request, and can be resumed).
     """
     with abort_on_dead_rank(), on_stops(signal.SIG_DFL, after=signal.SIG_IGN if launched else None):
-        comm = (comm or QuietComm(MPI.COMM_WORLD)).Dup()
-        speak_as(rank := comm.rank)
-        begin = _decided_by_rank0(comm, partial(_start, job, start, comm.size))
+        given = MPI.COMM_WORLD if comm is None else comm
+        own = (given if isinstance(given, QuietComm) else QuietComm(given)).Dup()
+        speak_as(rank := own.rank)
+        begin = _decided_by_rank0(own, partial(_start, job, start, own.size))
         if isinstance(begin, int):
             return begin, start.output or Path()
         if begin.finished:
             return 0, begin.output
         try:
-            return _run_ranks(job, begin, progress, comm, launched=launched), begin.output
+            return _run_ranks(job, begin, progress, own, launched=launched), begin.output
         finally:
             if start.output is None and not rank:
                 remove_if_empty(begin.output)

@@ -3,44 +3,27 @@
 `rudra.results.writer` (`OBJECTS`) lists the content of a file, `rudra.core.records` its columns, and the page
 `docs/results.md` describes both. All numbers are little-endian. All strings are UTF-8 of fixed length.
 
-The writer uses HDF5's single-writer, multiple-reader (SWMR) mode from the start. In this mode neither data sets nor
-attributes can be added, so all of them exist from the start, and variable data is in data sets. Flushed data survives
-a killed writer. The file of a killed or running writer opens only in SWMR mode: `open_results` does so, or by hand
-`h5py.File(path, "r", swmr=True, locking=False)`.
+`rudra.results.checked_file` opens and checks a file.
 """
 
-import ctypes
 import hashlib
-import math
-import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
-import h5py
 import numpy as np
 from numpy.typing import NDArray
 
 from rudra.compute.statedict import StateEntry
 from rudra.core.actions import TableName
 from rudra.core.messages import Rows
-from rudra.core.records import AVERAGE, EVENT, METRIC, STAGE, UPDATE_NORM
-from rudra.errors import ResultsError, printable
+from rudra.errors import ResultsError
 from rudra.files import check_output
 from rudra.results import plan_rows, validation
+from rudra.results.checked_file import CheckedFile, decoded
 from rudra.results.norms import with_gradient_norms, with_update_norms
 from rudra.results.summary import best_epoch, summarise
-from rudra.results.writer import (
-    DATASETS,
-    FORMAT_VERSION,
-    NORMS,
-    OBJECTS,
-    STATE,
-    ResultsWriter,
-    default_output,
-    reason_of,
-)
+from rudra.results.writer import FORMAT_VERSION, STATE, ResultsWriter, default_output
 from topologies import Plan
 
 if TYPE_CHECKING:
@@ -55,10 +38,6 @@ __all__ = [
     "default_output",
     "open_results",
 ]
-
-# HDF5 doubles its pause after each of (by default) 100 attempts to read damaged metadata in SWMR mode, so practically
-# never ends.
-_READ_ATTEMPTS = 28
 
 
 class LayoutEntry(NamedTuple):
@@ -77,10 +56,6 @@ class LayoutEntry(NamedTuple):
     shape: tuple[int, ...]
     offset: int
     size: int
-
-
-READABLE = tuple(range(5, FORMAT_VERSION + 1))
-"""Versions of the format that can be read."""
 
 
 def open_results(path: str | Path) -> "Results":
@@ -106,41 +81,15 @@ class Results:
 
     Attributes:
         path: Path of the file.
-        live: Whether the file was open for writing when this object opened it: its run continues, or was killed.
         attributes: Values that were fixed when the run started, such as `"protocol"` or `"learners"`: name -> value.
         has_norms: Whether the file has norms of gradients.
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = path = Path(path)
-        self._file, self.live = _open(path)
-        try:
-            with self._reading():
-                values = validation.plain_attributes(self._file.attrs)
-                self.attributes: dict[str, Any] = {name: _decoded(value) for name, value in values.items()}
-                missing = [name for name in OBJECTS if name not in self._file]
-            version = self.attributes.get("format_version")
-            if version is None:
-                raise ResultsError(f"{path}: not a result file of Rudra")
-            if version not in READABLE:
-                known = f"{READABLE[0]} to {READABLE[-1]}"
-                raise ResultsError(f"{path}: has format version {version}; this Rudra reads {known}")
-            absent = validation.lacking(version)
-            self.has_norms = not set(NORMS) <= {*missing}
-            absent |= frozenset() if self.has_norms else frozenset(NORMS)
-            if missing := [name for name in missing if name not in absent]:
-                raise ResultsError(f"{path}: damaged: {', '.join(missing)} missing")
-            self.attributes = validation.attributes(self.attributes, path)
-            self._job = validation.job(self.attributes.get("job", "{}"), path)
-            with self._reading():
-                self._absent = absent
-                for name in (name for name in DATASETS if name not in absent):
-                    if self._file.id.links.get_info(name.encode()).type != h5py.h5l.TYPE_HARD:
-                        raise ValueError(f"/{name} is a link")
-                    validation.dataset(self._file[name], name)
-        except ResultsError:
-            self.close()
-            raise
+        self.path = Path(path)
+        self._file = CheckedFile(self.path)
+        self.attributes = self._file.attributes
+        self.has_norms = self._file.has_norms
 
     def close(self) -> None:
         """Closes the file. Nothing can be read afterwards."""
@@ -152,9 +101,7 @@ class Results:
         Call it to follow a run on a network file system. The file is complete between any two flushes, and a reader
         sees new rows only after opening the file again.
         """
-        if not self.live:
-            self._file.close()
-            self._file, self.live = _open(self.path)
+        self._file.refresh()
 
     def __enter__(self) -> Self:
         return self
@@ -163,9 +110,14 @@ class Results:
         self.close()
 
     @property
+    def live(self) -> bool:
+        """Whether the file was open for writing when this object opened it: its run continues, or was killed."""
+        return self._file.live
+
+    @property
     def job(self) -> dict[str, Any]:
         """The job as it was run, with every default: table -> key -> value."""
-        return self._job
+        return self._file.job
 
     @property
     def gradients(self) -> Rows:
@@ -229,23 +181,23 @@ class Results:
     @property
     def roles(self) -> Rows:
         """Table `/roles`: one row for each role. The row's index is the role's id."""
-        return self._read("roles")
+        return self._file.read("roles")
 
     @property
     def learners(self) -> Rows:
         """Table `/learners`: one row for each learner, shape (λ,). Empty until the run has ended."""
-        return self._read("learners")
+        return self._file.read("learners")
 
     @property
     def totals(self) -> Rows:
         """Table `/totals`: one row for the run, shape (1,). Empty until the run has ended."""
-        return self._read("totals")
+        return self._file.read("totals")
 
     @property
     def state(self) -> dict[str, Any]:
         """The row of `/state`: `"status"`, `"reason"`, `"weights_sha256"` and `"flushed_s"`."""
-        row = self._read("state")[0]
-        return {name: _decoded(row[name]) for name in STATE.names or ()}
+        row = self._file.read("state")[0]
+        return {name: decoded(row[name]) for name in STATE.names or ()}
 
     @property
     def status(self) -> str:
@@ -256,8 +208,8 @@ class Results:
     @property
     def layout(self) -> tuple[LayoutEntry, ...]:
         """Layout of `weights`: the elements of each tensor of the model."""
-        rows = self._read("weights/layout")
-        with self._reading():
+        rows = self._file.read("weights/layout")
+        with self._file.reading():
             return tuple(
                 LayoutEntry(
                     row["name"].decode(),
@@ -276,7 +228,7 @@ class Results:
             ResultsError: The file is damaged.
         """
         rows = self.roles
-        with self._reading():
+        with self._file.reading():
             return validation.plan(plan_rows.plan_of(rows, self.attributes), self.attributes["learners"])
 
     @property
@@ -289,7 +241,7 @@ class Results:
         digest = self.state["weights_sha256"]
         if not digest:
             return None
-        weights: NDArray[np.float32] = self._read("weights/final")
+        weights: NDArray[np.float32] = self._file.read("weights/final")
         if hashlib.sha256(weights.data).hexdigest() != digest:
             raise ResultsError(f"{self.path}: damaged: the final weights do not match their checksum")
         return weights
@@ -299,7 +251,7 @@ class Results:
         """Numbers of epochs whose weights are in the file, ascending. They include the last epoch of a finished run."""
         rows = self.epochs
         hashed = set(rows["epoch"][rows["weights_sha256"] != b""].tolist())
-        kept = tuple(sorted(epoch for epoch in self._read("weights/kept").tolist() if epoch in hashed))
+        kept = tuple(sorted(epoch for epoch in self._file.read("weights/kept").tolist() if epoch in hashed))
         return (*kept, int(rows["epoch"][-1])) if self.state["weights_sha256"] and len(rows) else kept
 
     @property
@@ -334,11 +286,8 @@ class Results:
         if epoch not in kept:
             what = f"final weights: the run is {self.status}" if epoch is None else f"weights of epoch {epoch}"
             raise ResultsError(f"{self.path}: has no {what}; epochs that are kept: {_listed(kept)}")
-        place = self._read("weights/kept").tolist().index(epoch)
-        with self._reading():
-            dataset = self._dataset("weights/epochs")
-            validation.fits(dataset.shape[1] * dataset.dtype.itemsize, "weights/epochs", self.path.stat().st_size)
-            weights: NDArray[np.float32] = dataset[place]
+        place = self._file.read("weights/kept").tolist().index(epoch)
+        weights: NDArray[np.float32] = self._file.row("weights/epochs", place)
         rows = self.epochs
         if hashlib.sha256(weights.data).hexdigest().encode() != rows["weights_sha256"][rows["epoch"] == epoch][0]:
             raise ResultsError(f"{self.path}: damaged: the weights of epoch {epoch} do not match their checksum")
@@ -377,14 +326,14 @@ class Results:
             ResultsError: The file does not have these weights, or their checksum is wrong.
         """
         weights, layout = self.weights_of(epoch), self.layout
-        rows, file_bytes = self._read("weights/names"), self.path.stat().st_size
-        with self._reading():
+        rows = self._file.read("weights/names")
+        with self._file.reading():
             values: dict[str, NDArray[Any]]
             values = {e.name: weights[e.offset : e.offset + e.size].reshape(e.shape) for e in layout}
             values |= {e.name: values[e.name].astype(np.int64) for e in layout if e.kind == "counter"}
             named = [StateEntry(*(row[column].decode() for column in ("name", "tensor", "dtype"))) for row in rows]
             for tensor in {each.tensor for each in named} - values.keys():
-                values[tensor] = validation.fixed(self._file, tensor, file_bytes)
+                values[tensor] = self._file.fixed(tensor)
             return tuple(each._replace(value=values[each.tensor]) for each in named)
 
     def frame(self, table: str) -> Any:
@@ -432,10 +381,9 @@ class Results:
 
         It reads one row, so it is cheap enough to call often during a run.
         """
-        with self._reading():
-            dataset = self._dataset("updates")
-            count = len(dataset)
-            return count * int(dataset[count - 1]["samples"]) if count else 0
+        with self._file.reading():
+            count, last = self._file.last("updates")
+            return count * int(last["samples"]) if count else 0
 
     def pieces(self, name: TableName, rows: int = 1 << 15, start: int = 0) -> Iterator[Rows]:
         """Yields the rows of a table in pieces, for runs whose tables do not fit into memory.
@@ -446,129 +394,17 @@ class Results:
             rows: Maximum number of rows of a piece.
             start: Index of the first row.
         """
-        for first in range(start, self._length(name), rows):
-            with self._reading():
-                piece = self._checked(name, self._file[name][first : first + rows])
-            yield piece[_filled(piece)]
-
-    def _length(self, name: TableName) -> int:
-        if name in self._absent:
-            return 0
-        with self._reading():
-            dataset = self._dataset(name)
-            validation.fits(dataset.nbytes, name, self.path.stat().st_size)
-            return len(dataset)
+        return self._file.pieces(name, rows, start)
 
     def recorded(self, name: TableName) -> Rows:
         """Returns the rows of a table as they are in the file, without columns from other tables.
 
-        They are without empty rows at the end, which a truncated file may have. All valid rows have
-        samples."""
-        rows = self._read(name)
-        filled = np.flatnonzero(_filled(rows))
-        return rows[: filled[-1] + 1 if filled.size else 0]
-
-    def _read(self, name: str) -> NDArray[Any]:
-        if name in self._absent:
-            return np.zeros(0, validation.DTYPES[name])
-        with self._reading():
-            dataset = self._dataset(name)
-            dtype, shape = dataset.dtype, dataset.shape
-            validation.fits(math.prod(shape) * dtype.itemsize, name, self.path.stat().st_size)
-            values = np.zeros(shape, dtype)
-            if values.size:
-                dataset.id.read(h5py.h5s.ALL, h5py.h5s.ALL, values)
-            return self._checked(name, values)
-
-    def _dataset(self, name: str) -> h5py.Dataset:
-        """Returns a data set with the rows that its file has now."""
-        dataset = self._file[name]
-        if self.live:
-            dataset.id.refresh()
-        return dataset
-
-    def _checked(self, name: str, values: NDArray[Any]) -> NDArray[Any]:
-        wanted = validation.DTYPES.get(name)
-        if wanted is not None and values.dtype != wanted:
-            values = self._completed(name, values, wanted)
-        found = validation.rows(name, values, self.attributes.get("learners"))
-        if name == "updates" and self.attributes["format_version"] == 5:  # format 5 counts epochs from 0
-            found["epoch"] += 1
-        return found
-
-    def _completed(self, name: str, values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-        """Returns rows of an older format (`validation.older`) with all columns. Times that it did not separate are
-        0."""
-        found = np.zeros(values.shape, dtype)
-        for column in {*(values.dtype.names or ())} & {*(dtype.names or ())}:
-            found[column] = values[column]
-        if name == "gradients":
-            found["stream"] = values["learner"]
-            found["first"] = values["step"] * self.attributes["minibatch_size"]
-        return found
-
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
-        try:
-            yield
-        except ResultsError:
-            raise
-        except Exception as error:  # HDF5 and NumPy raise almost any error if a file is damaged
-            raise ResultsError(f"{self.path}: damaged or closed: {reason_of(error)}") from None
-
-
-def _filled(rows: Rows) -> NDArray[np.bool_]:
-    """Returns which rows have content."""
-    told = {EVENT: "kind", METRIC: "name", AVERAGE: "timestamp", STAGE: "timestamp", UPDATE_NORM: "timestamp"}.get(
-        rows.dtype, "samples"
-    )
-    filled: NDArray[np.bool_] = rows[told] != np.zeros((), rows.dtype[told])
-    return filled
+        They are without empty rows at the end, which a truncated file may have. All valid rows have samples.
+        """
+        return self._file.recorded(name)
 
 
 def _listed(epochs: Sequence[int]) -> str:
     """Formats epochs for users. If there are many, only the first and the last ones are named."""
     shown = [str(epoch) for epoch in epochs]
     return ", ".join(shown if len(shown) < 20 else [*shown[:10], "…", *shown[-5:]]) or "none"
-
-
-def _open(path: Path) -> tuple[h5py.File, bool]:
-    """Opens a file for reading. The second value says whether no writer has closed the file."""
-    try:
-        if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):  # opening a pipe would block
-            raise ResultsError(f"{path}: not a result file of Rudra")
-        with path.open("rb") as file:
-            head = file.read(12)
-        if not head:
-            raise ResultsError(f"{path}: is empty: its run has not created it yet, or ended before it could")
-        if len(head) < 12 or not head.startswith(b"\x89HDF\r\n\x1a\n"):
-            raise ResultsError(f"{path}: not a result file of Rudra")
-        if head[8] >= 3 and head[11] & 1:  # HDF5's own mark, set from a file's creation until it is closed
-            return _open_swmr(path), True
-        return h5py.File(path, "r", locking="best-effort"), False
-    except FileNotFoundError:
-        raise ResultsError(f"{path}: no such result file") from None
-    except (OSError, RuntimeError, ValueError) as error:
-        raise ResultsError(f"{path}: cannot read: {reason_of(error)}") from None
-
-
-def _open_swmr(path: Path) -> h5py.File:
-    access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
-    access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
-    access.set_file_locking(False, True)
-    set_attempts = ctypes.CDLL(h5py.h5p.__file__).H5Pset_metadata_read_attempts  # h5py does not offer this function
-    set_attempts.argtypes = [ctypes.c_int64, ctypes.c_uint]
-    set_attempts(access.id, _READ_ATTEMPTS)
-    flags = h5py.h5f.ACC_RDONLY | h5py.h5f.ACC_SWMR_READ
-    return h5py.File(h5py.h5f.open(os.fsencode(path), flags, access))
-
-
-def _decoded(value: Any) -> Any:
-    """Returns a plain Python value for a value from HDF5."""
-    if isinstance(value, bytes):
-        return printable(value.decode("utf-8", "replace"))
-    array = np.asarray(value)
-    if array.dtype.kind != "S":
-        return array.tolist()
-    texts = np.char.decode(array, "utf-8", "replace").tolist()
-    return [printable(text) for text in texts] if isinstance(texts, list) else printable(texts)

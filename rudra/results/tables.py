@@ -10,8 +10,10 @@ class RunTables(Protocol):
     """Tables and attributes of a result file: those members of `rudra.results.reader.Results` that a summary needs."""
 
     attributes: dict[str, Any]
-    live: bool
     has_norms: bool
+
+    @property
+    def live(self) -> bool: ...
 
     @property
     def job(self) -> dict[str, Any]: ...

@@ -14,10 +14,10 @@ import numpy as np
 
 from rudra.core import records
 from rudra.core.actions import Action, Send
-from rudra.core.buffer_names import WEIGHTS
 from rudra.core.messages import AssignWork
 from rudra.roles.ledger import Ledger
-from rudra.roles.server import NO_WEIGHTS, ParameterServer
+from rudra.roles.server import ParameterServer
+from rudra.roles.weight_requests import NO_WEIGHTS
 
 
 class Coordinator(ParameterServer):
@@ -30,25 +30,20 @@ class Coordinator(ParameterServer):
         work = None if self._update_due else ledger.dealer.deal(self.plan.roles[child].index)
         if work is None:
             return []
-        _, held = self._pulls.pop(child)
-        if self._correction is not None:
-            self._correction.answered(child)
+        held = self._requests.remove(child)
         assign = work_for(child, [(work.first, work.count)], ledger)
-        if not self._lacks_weights(held):
-            return [assign]
-        self._lent += 1
-        return [assign, Send(child, self._stamp.weights, WEIGHTS)]
+        return [assign, self._requests.send(child)] if self._lacks_weights(held) else [assign]
 
     def hold_back(self) -> None:
         """Assigns no work to waiting workers until `deal_anew`."""
-        self._pulls.clear()
+        self._requests.waiting.clear()
 
     def deal_anew(self) -> list[Action]:
         """Assigns work to all workers as if training began here. Their earlier samples are assigned again."""
         assert self.ledger.dealer is not None
         for learner in self.plan.learners:
             self.ledger.dealer.recall(self.plan.roles[learner].index)
-        self._pulls = dict.fromkeys(self.membership.children, (self.ledger.timestamp, NO_WEIGHTS))
+        self._requests.waiting = dict.fromkeys(self.membership.children, (self.ledger.timestamp, NO_WEIGHTS))
         return self._answer_all()
 
 

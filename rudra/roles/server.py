@@ -24,8 +24,6 @@ from collections.abc import Mapping, Sequence
 from enum import auto
 from typing import Any, ClassVar
 
-from msgspec import Struct
-
 from protocols import Clock
 from rudra.core.actions import Action, DeclareLost, Fail, Hash, Send, Warn
 from rudra.core.buffer_names import WEIGHTS
@@ -57,7 +55,6 @@ from rudra.core.messages import (
     PartEvaluated,
     PlateauReached,
     Pull,
-    PullAnswer,
     PushedGradient,
     Ready,
     RoleExhausted,
@@ -66,7 +63,6 @@ from rudra.core.messages import (
     SnapshotCredit,
     Stop,
     TargetReached,
-    Weights,
 )
 from rudra.core.training_state import TrainingState
 from rudra.core.wire import in_pieces_or_none
@@ -82,6 +78,7 @@ from rudra.roles.owner_duties import MAINTENANCE, WISHES, OwnerDuties
 from rudra.roles.readiness import Readiness
 from rudra.roles.stragglers import Stragglers, overdue_s, tick_s
 from rudra.roles.weight_broadcast import WeightBroadcast
+from rudra.roles.weight_requests import NO_WEIGHTS, WeightRequests
 from topologies import Plan
 
 
@@ -93,20 +90,9 @@ class ServerState(States):
     DONE = auto()
 
 
-NO_WEIGHTS = -1
-"""Value of `held` in a gradient's message if the worker requests work but needs no weights."""
-
 ALIVE = [state for state in ServerState if state is not ServerState.DONE]
 TRAINING = ServerState.TRAINING
 """State that is looked up very often. A global name is faster than an attribute of an enum."""
-
-
-class Stamp(Struct, frozen=True, gc=False):
-    """Messages about the weights of one timestamp, and the protocol's clock at that timestamp."""
-
-    clock: Clock
-    answer: PullAnswer
-    weights: Weights
 
 
 class ParameterServer(Machine):
@@ -219,11 +205,10 @@ class ParameterServer(Machine):
         self._stragglers = Stragglers(plan.children[role], self.ledger.rules.job.fault_tolerance.stall_warning_s)
         self._units = 0  # pending gradients as the protocol counts them: one for each group
         self._readiness = Readiness()
-        self._lent = 0  # number of transfers of the weights under way
         self._update_due = False
-        self._pulls: dict[int, tuple[int, int]] = {}  # requests: child -> timestamp asked about, and timestamp held
         self._downcast = WeightBroadcast(plan, role, position.timestamp)
         self._correction = correction_of(self.ledger.rules.job, plan)
+        self._requests = WeightRequests(role, self._correction)
         wanted = plan.scheduled and self.ledger.rules.job.training.evaluate == "workers"
         self._evaluation = WorkersEvaluation(wanted=wanted, epoch=position.epoch)
         self._weights_changed()
@@ -258,7 +243,7 @@ class ParameterServer(Machine):
         self._downcast.validate()
         self.membership.validate(self.received)
         assert self.received == self.ledger.applied + self.pending + self.discarded + self.lost
-        assert self._lent >= 0
+        assert self._requests.lent >= 0
         assert bool(self.ledger.pending) == (self.buffers.accumulator is not None)
 
     # Start: all roles hold the same weights.
@@ -273,11 +258,7 @@ class ParameterServer(Machine):
 
     def _send_to_all(self) -> list[Action]:
         """Sends the weights to all roles that get them from here."""
-        receivers = self.plan.receivers[self.id]
-        self._lent = len(receivers)
-        if self._correction is not None:
-            self._correction.answered(*self.membership.children)
-        return [Send(to, self._stamp.weights, WEIGHTS) for to in receivers]
+        return self._requests.send_first(self.plan.receivers[self.id], self.membership.children)
 
     def _child_ready(self, event: Received[Ready], now: float) -> list[Action]:
         if not self._readiness.enter(event.message.sender, event.message.digest):
@@ -287,7 +268,7 @@ class ParameterServer(Machine):
 
     def _begin(self, now: float) -> list[Action]:
         missing = len(self._readiness.roles) < len(self.membership.children)
-        if self.state is not ServerState.INITIALISING or missing or self._lent:
+        if self.state is not ServerState.INITIALISING or missing or self._requests.lent:
             return []
         self.state = ServerState.TRAINING
         start = self.ledger.start(now)
@@ -297,7 +278,8 @@ class ParameterServer(Machine):
             return [*told, *self._drain()]
         actions = [*told, *self.buffers.post(True)]
         if self.plan.scheduled:  # all workers request work
-            self._pulls = dict.fromkeys(self.membership.children, (self.ledger.timestamp, self.ledger.timestamp))
+            now_held = self.ledger.timestamp, self.ledger.timestamp
+            self._requests.waiting = dict.fromkeys(self.membership.children, now_held)
             actions += self._answer_all()
         return actions
 
@@ -322,7 +304,7 @@ class ParameterServer(Machine):
         buffers = self.buffers
         while self.state is TRAINING:
             if self._update_due:
-                if self._lent or self.duties.are_ahead:
+                if self._requests.lent or self.duties.are_ahead:
                     break
                 actions += self._update(now)
                 actions += self._lose_deferred(now)
@@ -353,7 +335,7 @@ class ParameterServer(Machine):
         self._update_due = buffers.complete if buffers.ordered else protocol.update_due(self._units)
         asks = message.held >= 0 or message.asks
         if asks and message.sender in self.membership.worker:  # else it has since died
-            self._pulls[message.sender] = (message.timestamp, message.held)
+            self._requests.waiting[message.sender] = (message.timestamp, message.held)
             if correction is not None:
                 correction.forget(message.sender)
             actions += self._answer_all() if protocol.grants_on_push else self._answer(message.sender)
@@ -386,7 +368,7 @@ class ParameterServer(Machine):
             return self._drain()
         if self.ledger.is_to_change:
             return self._change(now)
-        return self._downcast.updated(self._stamp.weights) if self.plan.overlapped else []
+        return self._downcast.updated(self._requests.weights) if self.plan.overlapped else []
 
     def _report_straggler(self, child: int, silence_s: float, now: float) -> list[Action]:
         role = self.plan.roles[child]
@@ -441,13 +423,11 @@ class ParameterServer(Machine):
 
     def _weights_changed(self) -> None:
         """Prepares the messages to learners and the protocol's clock for this timestamp."""
-        timestamp = self.ledger.timestamp
-        clock = Clock(timestamp, self.membership.pushed)
-        self._stamp = Stamp(clock, PullAnswer(self.id, timestamp), Weights(self.id, timestamp))
+        self._requests.renew(Clock(self.ledger.timestamp, self.membership.pushed))
 
     def _pull(self, event: Received[Pull], now: float) -> list[Action]:
         message = event.message
-        self._pulls[message.sender] = (message.timestamp, message.held)
+        self._requests.waiting[message.sender] = (message.timestamp, message.held)
         return self._answer(message.sender)
 
     def _answer(self, child: int) -> list[Action]:
@@ -455,34 +435,26 @@ class ParameterServer(Machine):
 
         Otherwise the request waits. The answer includes the weights if they are newer than the child's weights.
         """
-        asked, held = self._pulls[child]
-        stamp, ledger = self._stamp, self.ledger
-        if self._update_due or not ledger.rules.protocol.pull_granted(
-            self.membership.worker[child], asked, stamp.clock
-        ):
+        requests, protocol = self._requests, self.ledger.rules.protocol
+        asked, _ = requests.waiting[child]
+        if self._update_due or not protocol.pull_granted(self.membership.worker[child], asked, requests.clock):
             return []
-        del self._pulls[child]
-        if self._correction is not None:
-            self._correction.answered(child)
-        if held == ledger.timestamp:
-            return [Send(child, stamp.answer)]
-        self._lent += 1
-        return [Send(child, stamp.answer), Send(child, stamp.weights, WEIGHTS)]
+        return requests.answer(child)
 
     def _answer_all(self) -> list[Action]:
         """Answers waiting requests, unless training has ended or is paused."""
         if self.state is not TRAINING or self._evaluation.under_way is not None:
             return []
-        return [action for child in list(self._pulls) for action in self._answer(child)]
+        return [action for child in list(self._requests.waiting) for action in self._answer(child)]
 
     def _returned(self, event: Sent, now: float) -> list[Action]:
         if event.to == self.plan.statistics:
             self.ledger.returned(event.buffer)
             return self._lose_deferred(now) + self._retry_update(now)
         if self.plan.overlapped and self._downcast.returned(event):
-            return self._downcast.publish(self._stamp.weights) if self.state is TRAINING else self._close(now)
-        self._lent -= 1
-        if self._update_due and not self._lent:
+            return self._downcast.publish(self._requests.weights) if self.state is TRAINING else self._close(now)
+        self._requests.lent -= 1
+        if self._update_due and not self._requests.lent:
             return self._process_arrived(now)
         return [] if self.state is TRAINING else self._begin(now)
 
@@ -506,18 +478,17 @@ class ParameterServer(Machine):
 
     def _assign_parts(self, children: Sequence[int]) -> list[Action]:
         """Assigns parts of the evaluation to workers without one."""
-        evaluation, timestamp = self._evaluation.under_way, self.ledger.timestamp
+        evaluation, timestamp, requests = self._evaluation.under_way, self.ledger.timestamp, self._requests
         actions: list[Action] = []
         for child in children:
             part = None if evaluation is None else evaluation.deal(child)
             if part is None:
                 continue
-            asked, held = self._pulls.get(child, (timestamp, NO_WEIGHTS))
+            asked, held = requests.waiting.get(child, (timestamp, NO_WEIGHTS))
             actions.append(Send(child, EvaluatePart(self.id, timestamp, part)))
             if self._lacks_weights(held):
-                self._pulls[child] = (asked, timestamp)
-                self._lent += 1
-                actions.append(Send(child, self._stamp.weights, WEIGHTS))
+                requests.waiting[child] = (asked, timestamp)
+                actions.append(requests.send(child))
         return actions
 
     def _part_evaluated(self, event: Received[PartEvaluated], now: float) -> list[Action]:
@@ -657,7 +628,7 @@ class ParameterServer(Machine):
             return actions
         self.lost += self.buffers.remove(child)
         self._stragglers.forget(child)
-        self._pulls.pop(child, None)
+        self._requests.waiting.pop(child, None)
         return []
 
     # Learners that are too slow.
@@ -695,7 +666,7 @@ class ParameterServer(Machine):
     def _drain(self) -> list[Action]:
         self.state, self._update_due = ServerState.DRAINING, False
         self.discarded += self.buffers.discard()
-        self._pulls.clear()
+        self._requests.waiting.clear()
         stop = Stop(self.id)
         told = [Send(child, stop) for child in self.membership.children]
         return [*told, *self.buffers.withdraw(), *self.buffers.post(False)]

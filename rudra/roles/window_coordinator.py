@@ -34,7 +34,8 @@ from rudra.roles.coordinator import work_for
 from rudra.roles.gradient_buffers import GradientBuffers
 from rudra.roles.machine import States, Transition, self_loops
 from rudra.roles.node_windows import NodeWindows
-from rudra.roles.server import NO_WEIGHTS, ParameterServer, ServerState
+from rudra.roles.server import ParameterServer, ServerState
+from rudra.roles.weight_requests import NO_WEIGHTS
 from rudra.roles.window_worker import on_its_way, unsigned
 from topologies import Plan
 
@@ -153,7 +154,7 @@ class WindowCoordinator(ParameterServer):
     def _ask_for(self, child: int, batches: int) -> None:
         if batches and child in self.membership.worker:  # else it has since died
             self._wanted[child] += batches
-            self._pulls[child] = (self.ledger.timestamp, NO_WEIGHTS)
+            self._requests.waiting[child] = (self.ledger.timestamp, NO_WEIGHTS)
 
     def _answer_all(self) -> list[Action]:
         """Answers waiting requests. If the run is stopped, work is assigned but not sent.
@@ -161,7 +162,7 @@ class WindowCoordinator(ParameterServer):
         A replay does not know when the run was stopped. In this way it computes the same batch sizes.
         """
         if self._stopping:
-            for child in list(self._pulls):
+            for child in list(self._requests.waiting):
                 self._answer(child)
             return []
         return super()._answer_all()
@@ -175,7 +176,7 @@ class WindowCoordinator(ParameterServer):
             given.append((work.first, work.count))
             self._wanted[child] -= 1
         if not self._wanted[child]:
-            del self._pulls[child]
+            del self._requests.waiting[child]
         if not given:
             return []
         return [work_for(child, given, self.ledger)]
@@ -194,7 +195,7 @@ class WindowCoordinator(ParameterServer):
         ledger = self.ledger
         while self.state in (TRAINING, DRAINING):
             if self._at_hand is not None:
-                if self.duties.are_ahead or self._nodes.busy or self._lent:
+                if self.duties.are_ahead or self._nodes.busy or self._requests.lent:
                     break
                 if ledger.ends_epoch and self._nodes.is_due(ledger.counts.samples_applied):
                     self._update_due = True
@@ -251,9 +252,9 @@ class WindowCoordinator(ParameterServer):
         return self._advance(now) if self._at_hand is not None else []
 
     def _drain(self) -> list[Action]:
-        asked = self._pulls.copy()
+        asked = self._requests.waiting.copy()
         actions = super()._drain()
-        self._update_due, self._pulls = self._at_hand is not None, asked
+        self._update_due, self._requests.waiting = self._at_hand is not None, asked
         return actions
 
     def _close(self, now: float) -> list[Action]:
@@ -291,7 +292,7 @@ class WindowCoordinator(ParameterServer):
         if self.state is DRAINING:
             return actions + self._advance(now)
         given = self._nodes.give(self.ledger.timestamp + 1)
-        self._lent += len(given)
+        self._requests.lent += len(given)
         return actions + given
 
     def _shared(self, event: Received[WindowUpdated], now: float) -> list[Action]:

@@ -40,7 +40,7 @@ from rudra.roles.distributed_evaluation import PARTS
 from rudra.roles.learner import Learner, LearnerState
 from rudra.roles.machine import Setup, States, Transition, self_loops
 from rudra.roles.minibatch_log import MinibatchLog
-from rudra.roles.server import NO_WEIGHTS
+from rudra.roles.weight_requests import NO_WEIGHTS
 from topologies import Plan
 
 

@@ -13,11 +13,12 @@ import torch
 from msgspec import structs
 
 from rudra.compute.averaging import average
+from rudra.compute.averaging_executor import AveragingExecutor
 from rudra.compute.device.streams import finished
 from rudra.compute.executor import Executor
 from rudra.compute.half import from_half, to_half
 from rudra.compute.learners import LearnerExecutor
-from rudra.compute.owners import AveragingExecutor, OwnerExecutor
+from rudra.compute.owners import OwnerExecutor
 from rudra.compute.parts import joined
 from rudra.compute.stages import PieceExecutor
 from rudra.compute.vectors import Buffer

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-import user_code
+import runs_on_ranks
 from bits import FILE, KEY, bits
 from runs import ON_RANKS, RUNS, warm_start
 
@@ -40,7 +40,7 @@ def test_warm_start(tmp_path: Path) -> None:
 def test_real_ranks_and_what_they_resume(tmp_path: Path) -> None:
     with fork_server():
         jobs = {str(tmp_path / f"{name}.h5"): RUNS[name] for name in ON_RANKS}
-        on_ranks(user_code.train_as_needed, 6, jobs=jobs)  # the tree has eight ranks
+        on_ranks(runs_on_ranks.train_as_needed, 6, jobs=jobs)  # the tree has eight ranks
         for name, output in zip(ON_RANKS, jobs, strict=True):
             assert bits(rudra.open_results(output)) == KNOWN[name], name
         for name in ("base hardsync", "adv hardsync"):

@@ -19,7 +19,8 @@ def burst_runs(
 ) -> dict[str, Any]:
     """Each rank runs some of the jobs by itself: asked for each step, in bursts, and in bursts that a device records.
 
-    With `together` all ranks take part in each of the jobs.
+    With `together` all ranks take part in each of the jobs. The way "early" is "bursts", but the first learner of each
+    rank does not wait for the requests of the others.
 
     Returns for each job and way: the content of the result file that does not depend on the time, the numbers of
     updates and of local steps that this rank made in bursts, how many of them a device recorded, and why not all.
@@ -31,9 +32,11 @@ def burst_runs(
     from rudra.compute.bank.recorded import RecordedBursts
     from rudra.compute.device.adverse import AdverseDevice
     from rudra.compute.device.devices import DEVICES
+    from rudra.core.actions import Compute
     from rudra.mpi.bursts import Bursts
 
-    plain, makes_bursts, take = DEVICES["cpu"], rudra.mpi.driver.makes_bursts, Bursts.take
+    plain, makes_bursts, take, holds = DEVICES["cpu"], rudra.mpi.driver.makes_bursts, Bursts.take, Bursts.holds
+    early: list[str] = []  # the way, if its first request is still to come
     none = {"updates": 0, "local steps": 0, "recorded": 0}
     record, begin, seen = RecordedBursts.__init__, RecordedBursts.begin, dict(none)
     made: list[RecordedBursts] = []
@@ -51,13 +54,20 @@ def burst_runs(
             seen["recorded"] += made.rounds
         return made
 
+    def hold(bursts: Bursts, role: int, action: Any) -> bool:
+        if early and isinstance(action, Compute):
+            early.clear()
+            return False
+        return holds(bursts, role, action)
+
+    Bursts.holds = hold  # type: ignore[method-assign]
     Bursts.take, RecordedBursts.__init__ = count, note  # type: ignore[method-assign]
     RecordedBursts.begin = begun  # type: ignore[method-assign]
     found: dict[str, Any] = {}
     for name, job in [*jobs.items()] if together else [*jobs.items()][comm.rank :: comm.size]:
         for way in ways:
             seen |= none
-            made[:] = []
+            made[:], early[:] = [], [way] * (way == "early")
             rudra.mpi.driver.makes_bursts = makes_bursts if way != "asked" else lambda *_: False
             seed = int(way.partition(" ")[2] or 0)
             DEVICES["cpu"] = AdverseDevice(seed) if way.startswith("recorded") else plain

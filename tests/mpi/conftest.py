@@ -8,7 +8,7 @@ from processes import WITHOUT_LIBFABRIC
 
 from rudra.mpi.forkserver import fork_server
 
-sys.path.insert(0, str(Path(__file__).parent))  # tests here share `user_code`, and so do the ranks that they start
+sys.path.insert(0, str(Path(__file__).parent))  # for tests and for the ranks that they start
 
 
 @pytest.fixture(scope="session", autouse=True)

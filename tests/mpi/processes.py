@@ -50,7 +50,7 @@ def start(*arguments: str | Path, before: str = "pass", **environment: str) -> s
 
 
 def _gate(words: Sequence[Any]) -> Path:
-    """A file that holds the learners of a run while it is there: see `user_code.pass_gate`."""
+    """A file that holds the learners of a run while it is there: see `point_data.pass_gate`."""
     return next((Path(word).with_suffix(".gate") for word in words if str(word).endswith(".h5")), Path("no such gate"))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import user_code
+import runs_on_ranks
 from processes import below, finish, gone, ranks_of, replays, start, wait_for_updates
 
 import rudra
@@ -48,7 +48,7 @@ def test_learners_join_and_leave_in_each_family(tmp_path: Path, families: list[s
     jobs = {
         str(tmp_path / f"{name}.h5"): rudra.Job.load(job_file(tmp_path, name, *FAMILIES[name])) for name in families
     }
-    on_ranks(user_code.train_as_needed, 5, jobs=jobs)
+    on_ranks(runs_on_ranks.train_as_needed, 5, jobs=jobs)
     for path, job in jobs.items():
         with rudra.open_results(path) as results:
             gradients, events, account = results.gradients, results.events, results.totals[0]
@@ -68,8 +68,8 @@ def slowly(job: Path) -> Path:
     """The job with samples that take their time: whoever waits for an update holds it there."""
     job.write_text(
         job.read_text()
-        .replace('name = "mlp"', 'name = "user_code:dropping"')
-        .replace('name = "digits"\ntrain_limit = 320', 'name = "user_code:delayed"')
+        .replace('name = "mlp"', 'name = "small_models:dropping"')
+        .replace('name = "digits"\ntrain_limit = 320', 'name = "point_data:delayed"')
         .replace("minibatch_size = 8", "minibatch_size = 2")
     )
     return job

@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import point_data
+import pretended_nodes
 import pytest
-import user_code
+import runs_on_ranks
+import small_models
 from processes import finish, ranks_of, replays, start, wait_for_deaths, wait_for_updates
 
 import rudra
@@ -52,8 +55,8 @@ def make_job(learners: int, **tables: dict[str, Any]) -> rudra.Job:
     if cluster.get("shares"):
         cluster["shares"] = range(2, learners + 2)
     return rudra.Job(
-        model={"name": user_code.everything},
-        data={"name": user_code.hasty},
+        model={"name": small_models.everything},
+        data={"name": point_data.hasty},
         training={"epochs": 2, "minibatch_size": 4, "seed": learners},
         optimizer={"learning_rate": 0.02, **tables.pop("optimizer", {})},
         topology=tables.pop("topology", {"name": "replicas"}),
@@ -68,7 +71,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     directory = tmp_path_factory.mktemp("averages")
     cases = selected(request, "case")
     jobs = {str(directory / f"{case}.h5"): make_job(LEARNERS, **CASES[case]) for case in CASES if case in cases}
-    on_ranks(user_code.train_all, LEARNERS - 1, jobs=jobs)  # and one less, for there is no server
+    on_ranks(runs_on_ranks.train_all, LEARNERS - 1, jobs=jobs)  # and one less, for there is no server
     return directory
 
 
@@ -94,7 +97,7 @@ def test_learners_of_a_block_may_share_a_rank(tmp_path: Path) -> None:
     """Of blocks of two and three: the ranks of before, and two learners on each of two."""
     shared = {"cluster": {"learners_per_rank": 2}, "protocol": {"name": "sma"}, "averaging": {"period": 2}}
     jobs = {str(tmp_path / f"{of['name']}.h5"): make_job(5, **shared, topology=of) for of in (GROUPS, BLOCKS)}
-    on_ranks(user_code.train_all, 2, jobs=jobs)
+    on_ranks(runs_on_ranks.train_all, 2, jobs=jobs)
     for path, job in jobs.items():
         with (
             rudra.open_results(path) as measured,
@@ -129,7 +132,7 @@ def test_replicas_that_are_averaged_in_buckets_get_the_same_bits(tmp_path: Path,
             job = make_job(len(nodes) - 1, **{"protocol": {"name": "average"}, **tables})
             job = job.with_(cluster={"buckets": buckets}, training={"epochs": 1})
             jobs[str(tmp_path / f"{case}-{buckets}.h5")] = nodes, job
-    told = on_ranks(user_code.train_replicas_on_nodes, len(ALONE) - 2, jobs=jobs)
+    told = on_ranks(pretended_nodes.train_replicas_on_nodes, len(ALONE) - 2, jobs=jobs)
     for case in cases:
         nodes, _ = IN_BUCKETS[case]
         paths = [str(tmp_path / f"{case}-{buckets}.h5") for buckets in (0.01, "off")]
@@ -154,7 +157,7 @@ def job_file(directory: Path, protocol: str, more: str = "", shape: str = "repli
     """Epochs of thirty updates; the rate drops before the last one."""
     path = directory / "job.toml"
     path.write_text(
-        '[model]\nname = "user_code:dropping"\n[data]\nname = "user_code:delayed"\n'
+        '[model]\nname = "small_models:dropping"\n[data]\nname = "point_data:delayed"\n'
         f"[training]\nepochs = {epochs}\nminibatch_size = 2\nseed = 7\n"
         f"[optimizer]\nlearning_rate = 0.05\nmomentum = 0.9\nmilestones = [{epochs - 1}]\n"
         f'[protocol]\nname = "{protocol}"\n[topology]\n{SHAPES[shape]}\n'

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import point_data
 import pytest
-import user_code
+import runs_on_ranks
+import small_models
 from job_files import short_job as job_file
 from processes import finish, mpirun, ours, ranks_of, replays, start, wait_for_deaths, wait_for_updates
 
@@ -25,8 +27,8 @@ def make_job(rule: str, per_device: int, bank: str, **tables: Any) -> rudra.Job:
     many |= {"streams": min(3, per_device)} if bank == "graphs" else {}
     return rudra.Job(
         name="bank",
-        model={"name": user_code.everything},
-        data={"name": user_code.hasty},
+        model={"name": small_models.everything},
+        data={"name": point_data.hasty},
         training={"epochs": 1, "minibatch_size": 4, "seed": 3},
         optimizer={"learning_rate": 0.02, "momentum": 0.9},
         protocol={"name": rule, "reference_batch_size": 16, **tables.pop("protocol", {})},
@@ -81,7 +83,7 @@ def recorded(
     directory = tmp_path_factory.mktemp("runs")
     paths = {case: directory / f"{place}.h5" for place, case in enumerate(runs)}
     jobs = {str(path): runs[case] for case, path in paths.items()}
-    counts = on_ranks(user_code.train_banks, LEARNERS + 2, jobs=jobs)
+    counts = on_ranks(runs_on_ranks.train_banks, LEARNERS + 2, jobs=jobs)
     for case, path in paths.items():  # their bits may be those of a loop, too
         assert (sum(count[str(path)] for count in counts) > 0) == (case[2] == "fused"), case
     return paths

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_models
 import torch
-import user_code
 from burst_runs import batchnorm, burst_runs
 from processes import finish, replays, run_until, start
 
@@ -67,7 +67,7 @@ JOBS = {
     "streams": make_job(cluster={"bank": "graphs", "streams": 2}),
     "fused": make_job(cluster={"bank": "fused"}),
     "BatchNorm": make_job(model={"name": batchnorm}, cluster={"bank": "graphs"}),
-    "dropout": make_job(model={"name": user_code.normed_digits}),
+    "dropout": make_job(model={"name": small_models.normed_digits}),
     "adam": make_job(optimizer={"name": "adam", "learning_rate": 0.01, "momentum": 0.0}),
     "checkpoints": make_job(results={"checkpoint_every": "4 updates", "keep_checkpoints": "7 updates"}),
     "rates by update": make_job(
@@ -92,7 +92,7 @@ LOCAL = {
     "streams": make_job(ranks=2, averaging={"period": 5}, cluster={"bank": "graphs", "streams": 2}),
     "fused": make_job("average", ranks=2, averaging={"period": 5}, cluster={"bank": "fused"}),
     "BatchNorm": make_job(ranks=2, model={"name": batchnorm}, averaging={"period": 5}, cluster={"bank": "graphs"}),
-    "dropout": make_job("diloco", ranks=2, model={"name": user_code.normed_digits}, averaging={"period": 5}),
+    "dropout": make_job("diloco", ranks=2, model={"name": small_models.normed_digits}, averaging={"period": 5}),
     "adam": make_job(
         "average",
         ranks=2,
@@ -199,6 +199,15 @@ def test_recorded_local_steps_give_the_content_of_a_run_whose_learners_are_asked
     assert (recorded["recorded"] > recorded["local steps"][0] / 2) == (of_ranks not in NOT_RECORDED)
     assert recorded["content"] == asked["content"]
     assert recorded["refusal"] == NOT_RECORDED.get(of_ranks, "")
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", ["fused", "streams"])
+def test_a_bank_continues_if_one_learner_did_not_wait_for_a_burst(name: str) -> None:
+    """Messages may reach the learners of a rank apart. A fused bank then waits for a request that is held back."""
+    _, runs, _ = on_ranks(burst_runs, jobs={name: LOCAL[name]}, ways=(ASKED, "early"), together=True)
+    assert runs[f"{name}: early"]["local steps"] > 0
+    assert runs[f"{name}: early"]["content"] == runs[f"{name}: {ASKED}"]["content"]
 
 
 @pytest.mark.campaign

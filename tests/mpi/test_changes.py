@@ -4,8 +4,9 @@ import os
 import signal
 from pathlib import Path
 
+import parts_on_ranks
 import pytest
-import user_code
+import runs_on_ranks
 from processes import below, finish, gone, ranks_of, replays, start, wait_for_deaths, wait_for_updates
 
 import rudra
@@ -92,7 +93,7 @@ def test_runs_that_change_are_replayed(tmp_path: Path, cases: list[str]) -> None
         for name, (protocol, tables, changes) in CASES.items()
         if name in cases
     }
-    on_ranks(user_code.train_as_needed, 3, jobs=jobs)  # one for the stage server
+    on_ranks(runs_on_ranks.train_as_needed, 3, jobs=jobs)  # one for the stage server
     for output in map(Path, jobs):
         with rudra.open_results(output) as results:
             (first, second) = [at for at, _ in events(output, "change")]
@@ -113,7 +114,7 @@ def momentum_of(name: str) -> float:
 
 
 def test_states_of_a_checkpoint_that_was_given_up_are_dropped() -> None:
-    first, *_ = on_ranks(user_code.states_after_a_given_up_checkpoint, 1)
+    first, *_ = on_ranks(parts_on_ranks.states_after_a_given_up_checkpoint, 1)
     assert first["found"] == [None, [6.0, 6.0], [-1.0, -1.0]]
 
 
@@ -182,8 +183,8 @@ def slowly(job: Path, learners: int = 2, epochs: int = 4) -> Path:
     """The job with samples that take their time: whoever waits for an update holds it there."""
     job.write_text(
         job.read_text()
-        .replace('name = "mlp"', 'name = "user_code:dropping"')
-        .replace('name = "digits"\ntrain_limit = 320', 'name = "user_code:delayed"')
+        .replace('name = "mlp"', 'name = "small_models:dropping"')
+        .replace('name = "digits"\ntrain_limit = 320', 'name = "point_data:delayed"')
         .replace("epochs = 4\nminibatch_size = 8", f"epochs = {epochs}\nminibatch_size = 2")
         .replace("learners = 2", f"learners = {learners}")
     )

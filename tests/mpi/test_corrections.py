@@ -37,11 +37,11 @@ def test_delay_compensation_killed_and_resumed_replays(tmp_path: Path, topology:
 
 
 def test_a_mistake_of_the_users_ends_the_run_with_one_line(tmp_path: Path) -> None:
-    job = corrected(restartable_job(tmp_path, "async"), 'correction = "user_code:Wrong"\n')
+    job = corrected(restartable_job(tmp_path, "async"), 'correction = "user_functions:Wrong"\n')
     never = ("--set", "results.checkpoint_every=never")  # else a line may say how to resume from one made before
     code, _, err = finish(start("run", job, *never, "--quiet", "--output", tmp_path / "out.h5"))
     assert code == 1, err
-    line = "rudra: parameter server (rank 0): correction user_code:Wrong failed at gradient of learner 1, step 2: "
+    line = "rudra: parameter server (rank 0): correction user_functions:Wrong failed at gradient of learner 1, step 2: "
     assert len(ours(err)) == 1, err
     assert ours(err)[0].startswith(f"{line}RuntimeError: The size of tensor a (")
     assert err.count("Traceback") == 1

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import small_models
 import torch
-import user_code
 from processes import finish, start
 
 import rudra
@@ -23,9 +23,9 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
 JOB = """
 [model]
-name = "user_code:dropping"
+name = "small_models:dropping"
 [data]
-name = "user_code:unlike"
+name = "point_data:unlike"
 [training]
 epochs = 3
 minibatch_size = 8
@@ -55,7 +55,7 @@ max = 16
 def train(path: Path, job: Path, *overrides: str, resume: bool = False, free: int | None = None, code: int = 0) -> str:
     """Trains with learner 0 on a late device with this memory, and returns what the command says."""
     rank = rudra.Job.load(job).plan().ranks - 2
-    before = f"import user_code; user_code.launch_beside_a_cpu({rank}, {free})"
+    before = f"import late_devices; late_devices.launch_beside_a_cpu({rank}, {free})"
     sets = [word for override in overrides for word in ("--set", override)]
     ended, _, err = finish(start("run", job, "--output", path, *sets, *["--resume"] * resume, before=before))
     assert ended == code, err
@@ -99,7 +99,7 @@ def test_a_device_and_the_cpu_train_what_two_cpus_do(
     """Also if the run stops and is resumed. A replay computes each gradient on the kind of device of its learner."""
     job, output = tmp_path / "job.toml", tmp_path / "out.h5"
     job.write_text(JOB.replace('"groups"', f'"{topology}"').replace('"auto"', "[3, 1]"))
-    how = ["cluster.deterministic=true", "data.name=user_code:prompt", "training.minibatch_size=10"]
+    how = ["cluster.deterministic=true", "data.name=point_data:prompt", "training.minibatch_size=10"]
     train(output, job, *how, "training.epochs=1")
     train(output, job, *how, resume=True)
     given = rudra.Job.load(job, [*how, "cluster.device=cpu"])
@@ -168,7 +168,7 @@ def test_a_gpu_and_the_cpu_divide_a_batch_by_measured_speed(gpu: torch.device, t
     job = rudra.Job.load("digits").with_(
         protocol={"name": "hardsync", "n": None},
         topology={"name": "groups"},
-        model={"name": user_code.broad_digits},
+        model={"name": small_models.broad_digits},
         optimizer={"learning_rate": 0.05, "momentum": 0.9, "milestones": []},
         cluster={"learners": 2, "device": "cuda", "cpu_learners": 1, "threads_per_rank": 1, "shares": "auto"},
         training={"epochs": 4, "minibatch_size": 64},

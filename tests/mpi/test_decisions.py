@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
-import user_code
+import runs_on_ranks
 from processes import below, finish, gone, replays, start, wait_for_updates
 
 import rudra
@@ -22,7 +22,7 @@ def job_file(directory: Path, name: str, call: str, after: int = 1, more: str = 
         '[training]\nepochs = 4\nminibatch_size = 2\nseed = 3\nevaluate = "always"\n'
         "[optimizer]\nlearning_rate = 0.05\nmomentum = 0.9\n"
         f"[cluster]\nlearners = 2\nthreads_per_rank = 1\n[results]\nflush_s = 0.1\nreport_s = 0.02\n{more}"
-        f'[decisions]\ncall = "user_code:{call}"\noptions.after = {after}\nat = "{at}"\n'
+        f'[decisions]\ncall = "user_functions:{call}"\noptions.after = {after}\nat = "{at}"\n'
     )
     return path
 
@@ -41,7 +41,7 @@ def test_what_a_function_decides_is_recorded_and_replayed(tmp_path: Path) -> Non
         str(tmp_path / f"{name}.h5"): rudra.Job.load(job_file(tmp_path, name, "calm_down", 1, family, at))
         for name, (family, at) in FAMILIES.items()
     }
-    on_ranks(user_code.train_as_needed, 2, jobs=jobs)
+    on_ranks(runs_on_ranks.train_as_needed, 2, jobs=jobs)
     for path in map(Path, jobs):
         with rudra.open_results(path) as results:
             events, updates = results.events, results.updates
@@ -58,8 +58,8 @@ def test_what_a_function_decides_is_recorded_and_replayed(tmp_path: Path) -> Non
 def test_a_run_is_stopped_and_resumed_before_and_after_a_decided_change(tmp_path: Path) -> None:
     """The samples take their time, so that each decision comes before the end of the next epoch."""
     job, output = job_file(tmp_path, "job", "calm_down", 1, '[protocol]\nname = "hardsync"\n'), tmp_path / "out.h5"
-    text = job.read_text().replace('name = "mlp"', 'name = "user_code:dropping"')
-    job.write_text(text.replace('name = "digits"\ntrain_limit = 320', 'name = "user_code:delayed"'))
+    text = job.read_text().replace('name = "mlp"', 'name = "small_models:dropping"')
+    job.write_text(text.replace('name = "digits"\ntrain_limit = 320', 'name = "point_data:delayed"'))
     for parts, update in enumerate((70, 130)):  # the function decides after update 60, for updates after 120
         process = start("run", job, "--output", output, "--resume")
         wait_for_updates(process, output, update, parts=parts)
@@ -83,9 +83,8 @@ def test_a_bad_decision_ends_the_run_with_exit_code_1(tmp_path: Path) -> None:
     output = tmp_path / "out.h5"
     code, _, err = finish(start("run", job_file(tmp_path, "job", "decide_badly"), "--output", output, "--quiet"))
     assert code == 1
-    said = (
-        "[decisions] call = 'user_code:decide_badly' decided after epoch 1: optimizer.speed cannot change; use protocol"
-    )
+    call = "[decisions] call = 'user_functions:decide_badly'"
+    said = f"{call} decided after epoch 1: optimizer.speed cannot change; use protocol"
     assert said in err
     assert "Traceback" not in err
     with rudra.open_results(output) as results:

@@ -3,10 +3,15 @@
 from pathlib import Path
 from typing import Any
 
+import faulty_models
+import late_devices
 import numpy as np
+import parts_on_ranks
+import point_data
 import pytest
+import small_models
 import torch
-import user_code
+import user_functions
 
 import rudra
 from rudra.bench.ranks import on_ranks
@@ -26,8 +31,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "too large for float16": {
         "protocol": {"name": "async"},
         "cluster": {"gradient_format": "float16"},
-        "task": {"name": user_code.Steep},
-        "optimizer": {"learning_rate": 0.02 / user_code.STEEP},
+        "task": {"name": user_functions.Steep},
+        "optimizer": {"learning_rate": 0.02 / user_functions.STEEP},
     },
     "adv*": {"protocol": {"name": "async"}, "topology": {"name": "adv*"}},
     "one group": {"protocol": {"name": "hardsync"}, "topology": {"name": "groups"}},
@@ -46,11 +51,11 @@ RUNS: dict[str, dict[str, Any]] = {
         "protocol": {"name": "async"},
         "topology": {"name": "sharded", "options": {"shards": 2}},
     },
-    "buffers": {"protocol": {"name": "hardsync"}, "model": {"name": user_code.normed}},
+    "buffers": {"protocol": {"name": "hardsync"}, "model": {"name": small_models.normed}},
     "buffers in a group": {
         "protocol": {"name": "hardsync"},
         "topology": {"name": "groups"},
-        "model": {"name": user_code.normed},
+        "model": {"name": small_models.normed},
     },
     "easgd": {
         "protocol": {"name": "easgd"},
@@ -63,8 +68,8 @@ RUNS: dict[str, dict[str, Any]] = {
 def make_job(protocol: dict[str, Any], **tables: Any) -> rudra.Job:
     return rudra.Job(
         name="devices",
-        model=tables.pop("model", {"name": user_code.everything}),
-        data=tables.pop("data", {"name": user_code.hasty}),
+        model=tables.pop("model", {"name": small_models.everything}),
+        data=tables.pop("data", {"name": point_data.hasty}),
         training={"epochs": 2, "minibatch_size": 4, "seed": 3, **tables.pop("training", {})},
         optimizer={"learning_rate": 0.02, "momentum": 0.9, **tables.pop("optimizer", {})},
         protocol={"reference_batch_size": 16, **protocol},
@@ -205,13 +210,13 @@ def train_on_devices(
         nodes = runs[name] or [0] * job.with_(cluster={"learners": 3}).plan().ranks
         jobs[str(path)] = nodes, job
     most = max(len(nodes) for nodes, _ in jobs.values())
-    return paths, on_ranks(user_code.train_on_devices, most - 2, transports=transports, jobs=jobs)
+    return paths, on_ranks(late_devices.train_on_devices, most - 2, transports=transports, jobs=jobs)
 
 
 def train(placing: str, names: list[str], directory: Path) -> tuple[dict[str, Path], list[dict[str, Any]]]:
     paths = {name: directory / f"{place}.h5" for place, name in enumerate(names)}
     jobs = {str(path): make_job(**RUNS[name]) for name, path in paths.items()}
-    return paths, on_ranks(user_code.train_placed, 3, placing=placing, jobs=jobs)
+    return paths, on_ranks(late_devices.train_placed, 3, placing=placing, jobs=jobs)
 
 
 @pytest.mark.parametrize("name", covering(COVERING, RUNS))
@@ -270,7 +275,7 @@ def test_a_missing_wait_of_a_reduction_is_noticed(ipc: dict[str, Path], missing:
     if missing == "summed":
         job = job.with_(topology={"options": {"reduction": "mpi"}})
     try:
-        on_ranks(user_code.train_without_wait, 2, missing=missing, jobs={str(path): ([0] * 4, job)})
+        on_ranks(late_devices.train_without_wait, 2, missing=missing, jobs={str(path): ([0] * 4, job)})
     except RudraError:
         return
     with rudra.open_results(path) as hasty, rudra.open_results(ipc["one group"]) as plain:
@@ -309,7 +314,7 @@ AHEAD: dict[str, dict[str, Any]] = {
     },
     "another momentum": {"changes": [{"at_update": 70, "optimizer": {"momentum": 0.5}}]},
     "another rate in each update": {
-        "model": {"name": user_code.even_digits},
+        "model": {"name": small_models.even_digits},
         "optimizer": {"schedule": "cosine", "schedule_every": "update"},
     },
 }
@@ -320,9 +325,9 @@ def test_runs_whose_device_is_ahead_of_the_roles_are_repeated_bit_for_bit(tmp_pa
     jobs = {}
     for name, tables in AHEAD.items():
         alone = {"learners": 1, "one_rank": True}
-        about = {"model": {"name": user_code.normed_digits}, "data": {"name": "digits", "train_limit": 400}}
+        about = {"model": {"name": small_models.normed_digits}, "data": {"name": "digits", "train_limit": 400}}
         jobs[str(tmp_path / f"{name}.h5")] = make_job({"name": "hardsync"}, cluster=alone, **about | tables)
-    found = on_ranks(user_code.train_ahead, len(jobs) - 2, jobs=jobs)
+    found = on_ranks(late_devices.train_ahead, len(jobs) - 2, jobs=jobs)
     for path, ahead in zip(jobs, found, strict=True):
         assert_repeated(Path(path))
         with rudra.open_results(path) as results:
@@ -374,7 +379,7 @@ def test_an_operation_without_a_deterministic_form_ends_a_run_with_one_line(
     after: int, code: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     job = make_job({"name": "async"}, cluster={"learners": 2, "deterministic": True})
-    job = job.with_(model={"name": user_code.Putting, "options": {"after": after}})
+    job = job.with_(model={"name": faulty_models.Putting, "options": {"after": after}})
     with pytest.raises(RudraError) as caught:
         rudra.run(job, output=tmp_path / "run.h5", progress="quiet")
     assert caught.value.exit_code == code
@@ -421,7 +426,7 @@ def test_learners_that_share_a_gpu_learn_digits(
 @pytest.mark.gpu
 @pytest.mark.parametrize("topology", ["base", "adv*"])
 def test_mpi_reads_and_writes_vectors_on_a_gpu(gpu: torch.device, tmp_path: Path, topology: str) -> None:
-    aware = all(rank["aware"] for rank in on_ranks(user_code.says_gpu_aware, 2))
+    aware = all(rank["aware"] for rank in on_ranks(parts_on_ranks.says_gpu_aware, 2))
     job = rudra.Job.load("digits").with_(
         topology={"name": topology},
         cluster={"learners": 2, "device": "cuda", "transport": "mpi"},

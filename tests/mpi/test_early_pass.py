@@ -5,8 +5,10 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import point_data
+import pretended_nodes
 import pytest
-import user_code
+import small_models
 from job_files import restartable_job
 from processes import finish, ranks_of, replays, start, wait_for_deaths, wait_for_updates
 
@@ -26,8 +28,8 @@ CASES: dict[str, tuple[list[int], dict[str, Any]]] = {
     "mlp, a rate that changes with every update, velocity of Caffe": (TWO, {"model": MLP, "optimizer": FALLING}),
     "mlp, sums of nodes": (PAIRS, {"model": MLP, "topology": {"options": {"reduction": "nodes"}}}),
     "mlp, four learners": (FOUR, {"model": MLP}),
-    "dropout and buffers": (TWO, {"model": {"name": user_code.dropping}}),
-    "convolution, Adam": (TWO, {"model": {"name": user_code.convolving}, "optimizer": ADAM}),
+    "dropout and buffers": (TWO, {"model": {"name": small_models.dropping}}),
+    "convolution, Adam": (TWO, {"model": {"name": small_models.convolving}, "optimizer": ADAM}),
     "LSTM": (TWO, {"model": LSTM, "task": {"name": "language"}}),
 }
 COVERING = [name for name in CASES if name not in ("mlp", "mlp, four learners", "dropout and buffers")]
@@ -35,7 +37,7 @@ COVERING = [name for name in CASES if name not in ("mlp", "mlp, four learners", 
 
 def job_of(tmp_path: Path, nodes: list[int], tables: dict[str, Any], **cluster: Any) -> rudra.Job:
     job = rudra.Job(
-        data={"name": user_code.prompt},
+        data={"name": point_data.prompt},
         training={"epochs": 1, "minibatch_size": 4, "seed": 7},
         optimizer={"learning_rate": 0.05, "momentum": 0.9},
         protocol={"name": "hardsync"},
@@ -56,7 +58,7 @@ def test_passes_that_begin_early_lead_to_the_same_weights(tmp_path: Path, cases:
     for case in cases:
         nodes, tables = CASES[case]
         jobs[str(tmp_path / f"{case}.h5")] = nodes, job_of(tmp_path, nodes, tables, buckets=0.001)
-    told = on_ranks(user_code.train_early_on_nodes, len(FOUR) - 2, jobs=jobs)
+    told = on_ranks(pretended_nodes.train_early_on_nodes, len(FOUR) - 2, jobs=jobs)
     for path, (nodes, _) in jobs.items():
         assert rudra.replay(path, quiet=True).difference is None, path
         with rudra.open_results(path) as results:
@@ -68,7 +70,7 @@ def test_passes_that_begin_early_lead_to_the_same_weights(tmp_path: Path, cases:
 def job_file(tmp_path: Path) -> Path:
     """A job with momentum, dropout, a schedule and checkpoints, whose learners are on nodes of their own."""
     job = restartable_job(tmp_path, "hardsync", more='[topology]\nname = "groups"\n', epochs=2)
-    job.write_text(job.read_text().replace("user_code:dropping", "user_code:forgetful"))
+    job.write_text(job.read_text().replace("small_models:dropping", "small_models:forgetful"))
     return job
 
 

@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
+import point_data
 import pytest
+import small_models
 import torch
-import user_code
 from processes import finish, start
 
 import rudra
@@ -13,10 +14,10 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
 
 def test_plain_torch_finds_the_test_error_of_every_kept_epoch(tmp_path: Path) -> None:
-    output, test = tmp_path / "run.h5", user_code.delayed()[1]
+    output, test = tmp_path / "run.h5", point_data.delayed()[1]
     job = rudra.Job(
-        model={"name": user_code.Assorted},
-        data={"name": user_code.delayed},
+        model={"name": small_models.Assorted},
+        data={"name": point_data.delayed},
         training={"epochs": 4, "minibatch_size": 4},
         optimizer={"learning_rate": 0.2},
         cluster={"learners": 2, "threads_per_rank": 1},
@@ -31,7 +32,7 @@ def test_plain_torch_finds_the_test_error_of_every_kept_epoch(tmp_path: Path) ->
         target = tmp_path / f"{epoch}.pt"
         code, _, err = finish(start("export", output, "-o", target, "--epoch", str(epoch)))
         assert (code, err) == (0, "")
-        model = user_code.Assorted().eval()
+        model = small_models.Assorted().eval()
         model.load_state_dict(torch.load(target, weights_only=True), strict=True)
         with torch.no_grad():
             wrong = (model(test.inputs).argmax(1) != test.labels).float().mean()

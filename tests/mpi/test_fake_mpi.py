@@ -5,8 +5,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+import mpi_answers
 import pytest
-import user_code
 from fake_mpi import fake_mpi
 from simulated_mpi import Group, RankOfMpi, World, which_are_over
 
@@ -30,13 +30,13 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         else:
             rank1.Isend(what.encode(), 0, 7)
 
-    return user_code.told_by_mpi(MPI, rank0, ask)
+    return mpi_answers.told_by_mpi(MPI, rank0, ask)
 
 
 def test_simulated_mpi_answers_as_open_mpi_when_ranks_send_and_die(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "told.json"
-    payload = user_code.TalkToMpi(file)
+    payload = mpi_answers.TalkToMpi(file)
     launch(Job(name="talk"), tmp_path / "out.h5", roles=["asks", "sends", "dies"], payload=payload, survivable=True)
     assert json.loads(file.read_text()) == simulated(monkeypatch)

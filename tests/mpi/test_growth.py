@@ -5,9 +5,11 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import faulty_models
 import numpy as np
 import pytest
-import user_code
+import runs_on_ranks
+import small_models
 from processes import finish, replays, start, wait_for_updates
 
 import rudra
@@ -19,7 +21,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 SIZES = [1, 2, 4, 8]
 
 
-def make_job(bank: str, m: int | None = None, model: type = user_code.Latent, **tables: Any) -> rudra.Job:
+def make_job(bank: str, m: int | None = None, model: type = small_models.Latent, **tables: Any) -> rudra.Job:
     """Digits and a model whose forward pass has a fixed latency, which a fused bank has once."""
     size = {"learners_per_device": "auto", "learners": SIZES[-1]} if m is None else {"learners_per_device": m}
     return rudra.Job(
@@ -55,7 +57,7 @@ def images_per_s(path: Path) -> float:
 def test_growth_ends_where_a_sweep_in_the_same_sitting_does(tmp_path: Path) -> None:
     jobs = {f"{bank}.h5": make_job(bank) for bank in ("fused", "loop")}
     jobs |= {f"{m}.h5": make_job("fused", m) for m in SIZES}
-    on_ranks(user_code.train_as_needed, 1, jobs={str(tmp_path / name): job for name, job in jobs.items()})
+    on_ranks(runs_on_ranks.train_as_needed, 1, jobs={str(tmp_path / name): job for name, job in jobs.items()})
     sweep = {m: images_per_s(tmp_path / f"{m}.h5") for m in SIZES}
     for bank in ("fused", "loop"):
         path = tmp_path / f"{bank}.h5"
@@ -75,10 +77,10 @@ def test_growth_ends_where_a_sweep_in_the_same_sitting_does(tmp_path: Path) -> N
 
 def test_banks_give_back_the_learners_that_memory_does_not_hold(tmp_path: Path) -> None:
     path, two_banks = tmp_path / "out.h5", {"learners": 8, "most_learners_per_device": 4}
-    job = make_job("fused", model=user_code.Cramped).with_(
+    job = make_job("fused", model=faulty_models.Cramped).with_(
         training={"epochs": 1}, cluster=two_banks, data={"train_limit": 320}, results={"minibatches": False}
     )
-    on_ranks(user_code.train_as_needed, 1, jobs={str(path): job})
+    on_ranks(runs_on_ranks.train_as_needed, 1, jobs={str(path): job})
     with rudra.open_results(path) as results:
         assert results.status == "finished"
         measured = [(each["learners_per_device"], bool(each["images_per_s"])) for each in told(results, b"measured")]
@@ -94,7 +96,7 @@ def test_banks_give_back_the_learners_that_memory_does_not_hold(tmp_path: Path) 
 def test_a_run_that_is_stopped_while_its_bank_grows_continues_to_grow(tmp_path: Path) -> None:
     path, output = tmp_path / "job.toml", tmp_path / "out.h5"
     path.write_text(
-        '[model]\nname = "user_code:Latent"\n[data]\nname = "digits"\ntrain_limit = 720\n'
+        '[model]\nname = "small_models:Latent"\n[data]\nname = "digits"\ntrain_limit = 720\n'
         "[training]\nepochs = 6\nminibatch_size = 4\n"
         'evaluate = false\n[protocol]\nname = "sma"\n[cluster]\nlearners_per_device = "auto"\nbank = "fused"\n'
         "learners = 8\nthreads_per_rank = 1\n[results]\nflush_s = 0.1\nreport_s = 0.02\n"

@@ -4,9 +4,9 @@ import os
 import signal
 from pathlib import Path
 
+import faulty_models
 import numpy as np
 import pytest
-import user_code
 from processes import finish, mpirun, ranks_of, replays, run_until, start, wait_for_deaths, wait_for_updates
 
 import rudra
@@ -16,9 +16,9 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
 SAMPLES = 240
 JOB = """
 [model]
-name = "user_code:{model}"
+name = "{model}"
 [data]
-name = "user_code:{data}"
+name = "point_data:{data}"
 [training]
 epochs = {epochs}
 seed = 7
@@ -49,8 +49,8 @@ checkpoint_every = "7 updates"
 """
 
 
-def job_file(directory: Path, *, model: str = "regular", data: str = "delayed", learners: int = 2, epochs: int = 4,
-             rule: str = "adaptive") -> Path:  # fmt: skip
+def job_file(directory: Path, *, model: str = "small_models:regular", data: str = "delayed", learners: int = 2,
+             epochs: int = 4, rule: str = "adaptive") -> Path:  # fmt: skip
     path = directory / "job.toml"
     path.write_text(JOB.format(model=model, data=data, learners=learners, epochs=epochs, rule=rule))
     return path
@@ -90,8 +90,8 @@ def test_two_unlike_workers(tmp_path: Path) -> None:
 
 def test_what_a_dead_worker_had_is_given_to_others(tmp_path: Path) -> None:
     output = tmp_path / "out.h5"
-    process = start("run", job_file(tmp_path, model="dying_3", learners=3, epochs=20), "--output", output)
-    wait_for_deaths(process, output, steps=user_code.DIES_AFTER)
+    process = start("run", job_file(tmp_path, model="faulty_models:dying_3", learners=3, epochs=20), "--output", output)
+    wait_for_deaths(process, output, steps=faulty_models.DIES_AFTER)
     code, _, err = finish(process)
     assert code == 0, err
     assert "rudra: parameter server (rank 0): learner 1 (rank 3) died; 2 learners are left" in err

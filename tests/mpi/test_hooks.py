@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import user_code
+import runs_on_ranks
 from processes import finish, ours, start, wait_for_updates
 
 import rudra
@@ -25,10 +25,10 @@ def job_file(
 ) -> Path:
     """Five epochs of a small network on three learners; hooks are "at = …, role = …", and note what they see."""
     path = directory / "job.toml"
-    call = f'call = "user_code:note"\noptions = {{ directory = "{directory}" }}\n'
+    call = f'call = "user_functions:note"\noptions = {{ directory = "{directory}" }}\n'
     tables = [f"[[hooks]]\n{hook}\n{'' if 'call' in hook else call}" for hook in hooks]
     path.write_text(
-        f'[model]\nname = "user_code:dropping"\n[data]\nname = "user_code:{data}"\n'
+        f'[model]\nname = "small_models:dropping"\n[data]\nname = "point_data:{data}"\n'
         "[training]\nepochs = 5\nminibatch_size = 4\nseed = 7\n[optimizer]\nlearning_rate = 0.05\n"
         f'[protocol]\nname = "{protocol}"\n[cluster]\nlearners = 3\nthreads_per_rank = 1\n'
         f"[results]\nflush_s = 0.2\nreport_s = 0.0\n{more}{''.join(tables)}"
@@ -82,7 +82,7 @@ def test_hooks_run_on_the_ranks_of_their_roles(tmp_path: Path) -> None:
         hooks += [f'at = "end"\n{role}' for role in roles]
         job = job_file(directory, hooks, protocol=protocol, more=f"[topology]\n{topology}\n")
         jobs[str(directory / "out.h5")], owners[directory] = rudra.Job.load(job), owner
-    on_ranks(user_code.train_as_needed, max(job.plan().ranks for job in jobs.values()) - 2, jobs=jobs)
+    on_ranks(runs_on_ranks.train_as_needed, max(job.plan().ranks for job in jobs.values()) - 2, jobs=jobs)
     for directory, owner in owners.items():
         check(directory, owner)
 
@@ -112,13 +112,13 @@ def test_what_a_hook_raises_ends_the_run_as_the_users(
     output = tmp_path / "out.h5"
     options = "options.fan_out = 2\noptions.outstanding = 1\n" if topology == "adv*" else ""
     more = f'[topology]\nname = "{topology}"\n{options}'
-    job = job_file(tmp_path, [f'{hook}\ncall = "user_code:fail"'], more=more)
+    job = job_file(tmp_path, [f'{hook}\ncall = "user_functions:fail"'], more=more)
     code, _, err = finish(start("run", job, "--quiet", "--output", output))
     assert code == 1, err
-    line = said.format("hook user_code:fail, which is the user's own code, failed at")
+    line = said.format("hook user_functions:fail, which is the user's own code, failed at")
     assert ours(err) == [f"rudra: {line}"]
     assert err.count("Traceback") == 1
-    assert re.search(r'recent call last\):\n  File "[^"]*user_code.py", line \d+, in fail\n', err)
+    assert re.search(r'recent call last\):\n  File "[^"]*user_functions.py", line \d+, in fail\n', err)
     with rudra.open_results(output) as results:
         expected = ("finished", "") if 'at = "end"' in hook else ("failed", line)
         assert (results.status, results.state["reason"]) == expected

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import user_code
+import two_hosts
 from processes import HERE, ROOT
 
 from benchmarks.links import NAMES, behind_a_link, missing
@@ -21,15 +21,15 @@ pytestmark = [
 ]
 
 SCRIPT = """
-import user_code
+import two_hosts
 from benchmarks.links import behind_a_link
-behind_a_link(user_code.staying, gbit_s=1, learners=2, turns=1, there={!r})
+behind_a_link(two_hosts.staying, gbit_s=1, learners=2, turns=1, there={!r})
 """
 
 
 def test_a_link_carries_no_more_than_told_from_the_first_byte() -> None:
     """A transfer of as much as a larger bucket would hold."""
-    told = behind_a_link(user_code.over_the_link, gbit_s=0.1, learners=2, turns=1)
+    told = behind_a_link(two_hosts.over_the_link, gbit_s=0.1, learners=2, turns=1)
     assert [rank["host"] for rank in told] == [NAMES[0]] * 3 + [NAMES[1]]
     sent = [rank["sent"] for rank in told]
     assert min(sent[:3]) > told[0]["bytes"] > 10 * sent[3], "what is counted is what has left a host"
@@ -64,7 +64,7 @@ def started_in(directory: Path) -> list[str]:
 
 
 def test_windows_of_two_hosts_are_averaged() -> None:
-    told = behind_a_link(user_code.windows_of_two_hosts, gbit_s=1, learners=2, turns=1)
+    told = behind_a_link(two_hosts.windows_of_two_hosts, gbit_s=1, learners=2, turns=1)
     assert [rank["host"] for rank in told] == [NAMES[0]] * 3 + [NAMES[1]]
     found = told[0]
     assert len(set(found["nodes"])) == 2

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import point_data
 import pytest
-import user_code
+import runs_on_ranks
+import small_models
 from job_files import short_job as job_file
 from processes import finish, mpirun, ours, ranks_of, replays, start, wait_for_deaths, wait_for_updates
 
@@ -30,8 +32,8 @@ def make_job(
     topology: dict[str, Any],
     protocol: str,
     per_rank: int,
-    model: Any = user_code.everything,
-    data: Any = user_code.hasty,
+    model: Any = small_models.everything,
+    data: Any = point_data.hasty,
 ) -> rudra.Job:
     return rudra.Job(
         name="shared",
@@ -68,7 +70,7 @@ TOGETHER: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 def together(name: str) -> rudra.Job:
     protocol, topology, tables = TOGETHER[name]
-    job = make_job(topology, protocol, 1, user_code.broad)
+    job = make_job(topology, protocol, 1, small_models.broad)
     return job.with_(**tables).with_(cluster={"learners": 4, "one_rank": True})
 
 
@@ -84,11 +86,11 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     }
     for name, (protocol, topology) in ASYNCHRONOUS.items():
         if name in names:
-            runs["asynchronous", name] = make_job(topology, protocol, 3, user_code.broad, user_code.delayed)
+            runs["asynchronous", name] = make_job(topology, protocol, 3, small_models.broad, point_data.delayed)
     runs |= {("together", name): together(name) for name in TOGETHER}
     directory = tmp_path_factory.mktemp("runs")
     paths = {case: directory / f"{place}.h5" for place, case in enumerate(runs)}
-    on_ranks(user_code.train_as_needed, LEARNERS + 1, jobs={str(paths[case]): job for case, job in runs.items()})
+    on_ranks(runs_on_ranks.train_as_needed, LEARNERS + 1, jobs={str(paths[case]): job for case, job in runs.items()})
     return paths
 
 

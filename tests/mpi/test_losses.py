@@ -5,10 +5,10 @@ import re
 import signal
 from pathlib import Path
 
+import faulty_models
 import numpy as np
 import pytest
 import torch
-import user_code
 from job_files import short_job as job_file
 from processes import (
     below,
@@ -52,10 +52,10 @@ def test_a_learner_that_dies_is_left_behind(tmp_path: Path, protocol: str, topol
     """A learner that is parted has sent a part of its gradient when it dies. One that is losing loses its GPU."""
     rank = 3 if topology == "base" else 5
     options = {"adv": "\noptions.fan_out = 2", "sharded": "\noptions.shards = 3"}.get(topology, "")
-    job = job_file(tmp_path, protocol, f"{dies}_{rank}", topology=f'name = "{topology}"{options}')
+    job = job_file(tmp_path, protocol, f"faulty_models:{dies}_{rank}", topology=f'name = "{topology}"{options}')
     output = tmp_path / "out.h5"
     process = start("run", job, "--output", output, *(IN_BUCKETS if dies == "parted" else ()))
-    wait_for_deaths(process, output, steps=user_code.DIES_AFTER)
+    wait_for_deaths(process, output, steps=faulty_models.DIES_AFTER)
     code, _, err = finish(process)
     assert code == 0, err
     *before, line = ours(err)
@@ -85,7 +85,7 @@ def test_a_learner_that_dies_is_left_behind(tmp_path: Path, protocol: str, topol
 def test_a_learner_that_dies_or_breaks_its_gpu_is_left_behind(tmp_path: Path, dies: str) -> None:
     if not torch.cuda.is_available():
         pytest.skip("torch sees no GPU here")
-    job, output = job_file(tmp_path, "softsync", f"{dies}_3"), tmp_path / "out.h5"
+    job, output = job_file(tmp_path, "softsync", f"faulty_models:{dies}_3"), tmp_path / "out.h5"
     process = start("run", job, "--output", output, "--set", "cluster.device=cuda", "--set", "cluster.graphs=off")
     code, _, err = finish(process)
     assert code == 0, err
@@ -151,7 +151,8 @@ COVERING = [
 def test_where_one_cannot_be_missed_the_others_regroup(tmp_path: Path, case: str) -> None:
     protocol, topology, rank, name, more = ANEW[case]
     job, output = job_file(tmp_path, protocol, topology=topology), tmp_path / "out.h5"
-    apart = "import user_code; user_code.launch_on_nodes([0, 0, 0, 1, 1, 1])" if BY_NODES in topology else "pass"
+    two_nodes = "import pretended_nodes; pretended_nodes.launch_on_nodes([0, 0, 0, 1, 1, 1])"
+    apart = two_nodes if BY_NODES in topology else "pass"
     process = start("run", job, "--output", output, "--set", "cluster.learners=4", *more, before=apart)
     wait_for_updates(process, output, 10)
     os.kill(ranks_of(process)[rank], signal.SIGKILL)
@@ -180,7 +181,7 @@ def test_where_one_cannot_be_missed_the_others_regroup(tmp_path: Path, case: str
 
 
 def test_a_job_may_stop_when_a_learner_dies_and_be_resumed(tmp_path: Path) -> None:
-    job = job_file(tmp_path, "hardsync", "dying_3", fault_tolerance='on_learner_loss = "stop"')
+    job = job_file(tmp_path, "hardsync", "faulty_models:dying_3", fault_tolerance='on_learner_loss = "stop"')
     output = tmp_path / "out.h5"
     code, _, err = finish(start("run", job, "--output", output))
     assert code == 3, err
@@ -232,7 +233,7 @@ def test_when_both_servers_die_those_that_are_left_end_the_run(tmp_path: Path) -
 
 def test_without_ulfm_a_dead_rank_ends_the_job_soon_and_the_checkpoint_is_named(tmp_path: Path) -> None:
     every = 'checkpoint_every = "2 updates"'
-    job, output = job_file(tmp_path, "softsync", "dying_3", results=every), tmp_path / "out.h5"
+    job, output = job_file(tmp_path, "softsync", "faulty_models:dying_3", results=every), tmp_path / "out.h5"
     process = start("run", job, "--output", output, before="launch.has_ulfm = lambda _: False")
     code, _, err = finish(process)
     assert code == 1, err
@@ -343,7 +344,7 @@ def test_a_rank_that_dies_in_the_last_moments_is_missed_by_nobody(
 
 
 def test_when_all_that_are_left_wait_the_run_ends(tmp_path: Path) -> None:
-    process = start("run", job_file(tmp_path, "hardsync", "deaf"), "--output", tmp_path / "out.h5")
+    process = start("run", job_file(tmp_path, "hardsync", "faulty_models:deaf"), "--output", tmp_path / "out.h5")
     code, _, err = finish(process)
     assert code == 1
     (line,) = ours(err)

@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+import point_data
+import pretended_nodes
 import pytest
-import user_code
+import small_models
 from job_files import short_job
 from processes import finish, start
 
@@ -25,8 +27,8 @@ def test_all_ranks_choose_one_size_for_the_slowest_network(tmp_path: Path) -> No
     for topology, learners in TOPOLOGIES.items():
         for buckets in ("auto", "off", 0.001):
             job = rudra.Job(
-                model={"name": user_code.dropping},
-                data={"name": user_code.prompt},
+                model={"name": small_models.dropping},
+                data={"name": point_data.prompt},
                 training={"epochs": 1, "minibatch_size": 4, "seed": 7},
                 protocol={"name": "hardsync"},
                 topology={"name": topology},
@@ -35,7 +37,7 @@ def test_all_ranks_choose_one_size_for_the_slowest_network(tmp_path: Path) -> No
             jobs[str(tmp_path / f"{topology}-{buckets}.h5")] = NODES, job
             if buckets == "auto":
                 jobs[str(tmp_path / f"{topology}-slow.h5")] = NODES, job
-    ranks = on_ranks(user_code.train_on_slow_network, len(NODES) - 2, jobs=jobs)
+    ranks = on_ranks(pretended_nodes.train_on_slow_network, len(NODES) - 2, jobs=jobs)
     weights: dict[str, set[str]] = {}
     for path, (_, job) in jobs.items():
         with rudra.open_results(path) as results:
@@ -52,7 +54,7 @@ def test_all_ranks_choose_one_size_for_the_slowest_network(tmp_path: Path) -> No
         assert chosen == [auto_size(found, size, copies=2 * ("groups" in path))] * len(NODES)
         assert its["bucket_bytes"] == 4 * chosen[0]
         if "slow" in path:
-            slowest = user_code.slow_network([*range(len(NODES))] if "groups" in path else [0, 2, 3])
+            slowest = pretended_nodes.slow_network([*range(len(NODES))] if "groups" in path else [0, 2, 3])
             assert found == slowest
             assert chosen[0] > 0
             assert its["early_passes"]
@@ -65,7 +67,7 @@ def test_all_ranks_choose_one_size_for_the_slowest_network(tmp_path: Path) -> No
 @pytest.mark.parametrize("rank", covering([0, 2], [0, 2, 3]))
 def test_a_rank_that_dies_while_the_network_is_measured_ends_the_run(tmp_path: Path, rank: int) -> None:
     job, output = short_job(tmp_path, "hardsync", topology='name = "base"'), tmp_path / "out.h5"
-    before = f"import user_code; user_code.launch_on_nodes({NODES}, dies={rank})"
+    before = f"import pretended_nodes; pretended_nodes.launch_on_nodes({NODES}, dies={rank})"
     process = start("run", job, "--output", output, "--set", "cluster.learners=2", before=before)
     code, _, err = finish(process)
     assert code == 1

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import user_code
+import runs_on_ranks
+import shared_memory
 from processes import finish, start
 
 import rudra
@@ -23,13 +24,13 @@ RANKS = 4
 @pytest.fixture(scope="module")
 def told() -> list[dict[str, Any]]:
     """What each rank saw of memory that it shares, in one launch."""
-    return on_ranks(user_code.memories, RANKS - 2)
+    return on_ranks(shared_memory.memories, RANKS - 2)
 
 
 @pytest.mark.parametrize("what", ["arrays", "tensors"])
 def test_arrays_are_one_memory_until_somebody_writes(told: list[dict[str, Any]], what: str) -> None:
     assert all(rank[what]["private_kb"] <= 64 for rank in told), "a page or two, not a copy"
-    assert sum(rank[what]["share_kb"] for rank in told) < 1.1 * user_code.SHARED_MB * 1024
+    assert sum(rank[what]["share_kb"] for rank in told) < 1.1 * shared_memory.SHARED_MB * 1024
 
 
 @pytest.mark.parametrize("what", ["lock", "mapped"])
@@ -54,8 +55,8 @@ def test_where_one_rank_cannot_share_none_does(told: list[dict[str, Any]]) -> No
 @pytest.mark.timeout(300)
 def test_device_memory_of_a_dead_rank_is_void(tmp_path: Path) -> None:
     """The place of its last gradient arrives, but the gradient does not. The others continue."""
-    before, output = "import user_code; user_code.launch_on_devices(dies=3, sends=12)", tmp_path / "out.h5"
-    code, _, err = finish(start("run", job_file(tmp_path, "dropping"), "--output", output, before=before))
+    before, output = "import late_devices; late_devices.launch_on_devices(dies=3, sends=12)", tmp_path / "out.h5"
+    code, _, err = finish(start("run", job_file(tmp_path), "--output", output, before=before))
     assert code == 0, err
     assert "(rank 3) died" in err
     with rudra.open_results(output) as results:
@@ -72,8 +73,8 @@ def test_a_group_continues_without_a_rank_that_died_in_a_library(tmp_path: Path,
     """The sum that it began ends on the others. They add the next ones themselves, in slots or in main memory."""
     within = "ipc" if nodes == 1 else "staged"
     how = f"dies=2, sums=9, transports=({within!r}, 'staged', True)"
-    job, output = job_file(tmp_path, "dropping", 'name = "groups"\noptions.reduction = "mpi"'), tmp_path / "out.h5"
-    before = f"import user_code; user_code.launch_on_devices({how})"
+    job, output = job_file(tmp_path, 'name = "groups"\noptions.reduction = "mpi"'), tmp_path / "out.h5"
+    before = f"import late_devices; late_devices.launch_on_devices({how})"
     code, _, err = finish(start("run", job, "--output", output, before=before))
     assert code == 0, err
     assert "(rank 2) died" in err
@@ -89,8 +90,8 @@ def test_a_group_whose_ranks_read_device_memory_continues_without_a_rank_that_di
     tmp_path: Path, learners: int
 ) -> None:
     """Its last gradient was announced, but is void."""
-    before, output = "import user_code; user_code.launch_on_devices(dies=2, sums=9)", tmp_path / "out.h5"
-    job, wanted = job_file(tmp_path, "dropping", 'name = "groups"'), f"cluster.learners={learners}"
+    before, output = "import late_devices; late_devices.launch_on_devices(dies=2, sums=9)", tmp_path / "out.h5"
+    job, wanted = job_file(tmp_path, 'name = "groups"'), f"cluster.learners={learners}"
     code, _, err = finish(start("run", job, "--set", wanted, "--output", output, before=before))
     assert code == 0, err
     assert "(rank 2) died" in err
@@ -105,8 +106,8 @@ def test_a_group_whose_ranks_read_device_memory_continues_without_a_rank_that_di
 @pytest.mark.timeout(300)
 def test_two_ranks_with_one_device_do_not_reduce_by_a_library(tmp_path: Path) -> None:
     how = "same=True, transports=('ipc', 'staged', True)"
-    job = job_file(tmp_path, "dropping", 'name = "groups"\noptions.reduction = "mpi"')
-    before = f"import user_code; user_code.launch_on_devices({how})"
+    job = job_file(tmp_path, 'name = "groups"\noptions.reduction = "mpi"')
+    before = f"import late_devices; late_devices.launch_on_devices({how})"
     code, _, err = finish(start("run", job, "--output", tmp_path / "out.h5", "--quiet", before=before))
     assert code == 2, err
     assert "Traceback" not in err
@@ -116,8 +117,8 @@ def test_two_ranks_with_one_device_do_not_reduce_by_a_library(tmp_path: Path) ->
 
 @pytest.mark.timeout(300)
 def test_without_device_memory_that_others_read_copies_in_main_memory_travel(tmp_path: Path) -> None:
-    before, output = "import user_code; user_code.launch_on_devices(fails=2, same=True)", tmp_path / "out.h5"
-    job = job_file(tmp_path, "dropping")
+    before, output = "import late_devices; late_devices.launch_on_devices(fails=2, same=True)", tmp_path / "out.h5"
+    job = job_file(tmp_path)
     code, _, err = finish(start("run", job, "--output", output, before=before))
     assert code == 0, err
     (line,) = [line for line in err.splitlines() if "share a CPU" in line]
@@ -128,10 +129,10 @@ def test_without_device_memory_that_others_read_copies_in_main_memory_travel(tmp
         assert (results.status, results.attributes["transport"]) == ("finished", "staged")
 
 
-def job_file(directory: Path, model: str, topology: str = "") -> Path:
-    path = directory / f"{model}.toml"
+def job_file(directory: Path, topology: str = "", *, model: str = "small_models:dropping") -> Path:
+    path = directory / "job.toml"
     path.write_text(
-        f'[model]\nname = "user_code:{model}"\n[data]\nname = "user_code:prompt"\n'
+        f'[model]\nname = "{model}"\n[data]\nname = "point_data:prompt"\n'
         "[training]\nepochs = 2\nminibatch_size = 4\nseed = 7\n[optimizer]\nlearning_rate = 0.05\nmomentum = 0.9\n"
         f'[protocol]\nname = "hardsync"\n[cluster]\nlearners = 3\nthreads_per_rank = 1\n[topology]\n{topology}\n'
     )
@@ -164,18 +165,18 @@ WAYS = {
 def test_memory_messages_and_buckets_lead_to_the_same_weights(tmp_path: Path, topologies: list[str]) -> None:
     """All on the same seven ranks, which those of `adv` need."""
     jobs = {
-        str(tmp_path / f"{name}-{way}.h5"): rudra.Job.load(job_file(tmp_path, "dropping", TOPOLOGIES[name]), keys)
+        str(tmp_path / f"{name}-{way}.h5"): rudra.Job.load(job_file(tmp_path, TOPOLOGIES[name]), keys)
         for name in topologies
         for way, keys in WAYS.items()
     }
-    on_ranks(user_code.train_as_needed, 5, jobs=jobs)
+    on_ranks(runs_on_ranks.train_as_needed, 5, jobs=jobs)
     for name in topologies:
         assert len({final_weights(Path(path)) for path in jobs if f"{name}-" in path}) == 1, name
 
 
 def test_without_shared_memory_a_run_says_so_and_goes_on_by_messages(tmp_path: Path) -> None:
     output = tmp_path / "out.h5"
-    code, _, err = finish(start("run", job_file(tmp_path, "alone"), "--output", output, "--quiet"))
+    code, _, err = finish(start("run", job_file(tmp_path, model="faulty_models:alone"), "--output", output, "--quiet"))
     assert code == 0, err
     (line,) = err.splitlines()
     assert line.startswith("rudra: node memory is not available on "), line

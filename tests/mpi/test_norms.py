@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import point_data
+import pretended_nodes
 import pytest
-import user_code
+import small_models
 
 import rudra
 from rudra.bench.ranks import on_ranks
@@ -33,8 +35,8 @@ def test_norms_of_a_run_on_ranks_are_those_of_its_replay(tmp_path: Path, cases: 
     for case in cases:
         protocol, topology = CASES[case]
         job = rudra.Job(
-            model={"name": user_code.dropping},
-            data={"name": user_code.prompt},
+            model={"name": small_models.dropping},
+            data={"name": point_data.prompt},
             training={"epochs": 1, "minibatch_size": 4, "seed": 7},
             optimizer={"learning_rate": 0.05, "momentum": 0.9},
             protocol=protocol,
@@ -45,7 +47,7 @@ def test_norms_of_a_run_on_ranks_are_those_of_its_replay(tmp_path: Path, cases: 
         servers = {"base": 2, "sharded": 3, "groups": 1 + ("groups" in case), "replicas": 1}[topology["name"]]
         nodes = [0, 0, 0, 1, 1] if servers == 3 else [0, 0, 1, 1, 1]
         jobs[str(tmp_path / f"{case}.h5")] = nodes, job.with_(cluster={"learners": len(nodes) - servers})
-    on_ranks(user_code.train_on_nodes, 3, jobs=jobs)
+    on_ranks(pretended_nodes.train_on_nodes, 3, jobs=jobs)
     for case in cases:
         path = tmp_path / f"{case}.h5"
         with rudra.open_results(path) as results:

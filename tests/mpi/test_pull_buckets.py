@@ -3,8 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+import point_data
+import pretended_nodes
 import pytest
-import user_code
+import small_models
 from job_files import short_job
 from processes import finish, replays, start
 
@@ -20,14 +22,14 @@ SHARDED = {"topology": {"name": "sharded", "options": {"shards": 2}}, "cluster":
 TREE = {"topology": {"name": "adv", "options": {"fan_out": 2}}, "cluster": {"node_memory": False}}
 CASES: dict[str, tuple[list[int], dict[str, Any]]] = {
     "hardsync, mlp": (APART, {"model": MLP}),
-    "hardsync, dropout": (APART, {"model": {"name": user_code.forgetful}, "optimizer": {"clip_norm": 1.0}}),
+    "hardsync, dropout": (APART, {"model": {"name": small_models.forgetful}, "optimizer": {"clip_norm": 1.0}}),
     "hardsync, float16 pushes": (APART, {"model": MLP, "cluster": {"gradient_format": "float16"}}),
     "hardsync, shards": (ONE, {"model": MLP, **SHARDED}),
     "hardsync, leaf servers": (ONE, {"model": MLP, **TREE}),
-    "hardsync, buffers": (APART, {"model": {"name": user_code.normed}}),
+    "hardsync, buffers": (APART, {"model": {"name": small_models.normed}}),
     "hardsync, microbatches": (APART, {"model": MLP, "training": {"microbatches": 2}}),
     "hardsync, a learner near the server": (NEAR, {"model": MLP}),
-    "async": (APART, {"model": {"name": user_code.convolving}, "protocol": {"name": "async"}}),
+    "async": (APART, {"model": {"name": small_models.convolving}, "protocol": {"name": "async"}}),
     "async, shards": (ONE, {"model": MLP, "protocol": {"name": "async"}, **SHARDED}),
 }
 COMPARED = ("hardsync, dropout", "hardsync, buffers", "hardsync, shards")
@@ -51,14 +53,14 @@ def test_weights_that_come_in_buckets_lead_to_the_same_weights(tmp_path: Path, c
         nodes, tables = CASES[case]
         for buckets in (0.001, "off") if case in COMPARED else (0.001,):
             job = rudra.Job(
-                data={"name": user_code.prompt},
+                data={"name": point_data.prompt},
                 training={"epochs": 1, "minibatch_size": 4, "seed": 7},
                 optimizer={"learning_rate": 0.05, "momentum": 0.9},
                 protocol={"name": "hardsync"},
                 cluster={"threads_per_rank": 1, "learners": 2 if nodes is ONE else 3, "buckets": buckets},
             ).with_(**tables)
             jobs[str(tmp_path / f"{case}-{buckets}.h5")] = nodes, job
-    told = on_ranks(user_code.train_early_on_nodes, len(APART) - 2, jobs=jobs)
+    told = on_ranks(pretended_nodes.train_early_on_nodes, len(APART) - 2, jobs=jobs)
     found: dict[str, set[str]] = {}
     for path, (nodes, _) in jobs.items():
         case, _, buckets = Path(path).stem.rpartition("-")
@@ -75,7 +77,7 @@ def test_a_server_that_dies_between_two_buckets_leaves_nothing_half_done(tmp_pat
     """A forward pass waits for its weights then. The run continues from its last checkpoint."""
     tables = {"results": 'checkpoint_every = "5 updates"', "fault_tolerance": "restarts = 1"}
     job, output = short_job(tmp_path, "softsync", **tables), tmp_path / "out.h5"
-    before = "import user_code; user_code.launch_with_mortal_server(45)"
+    before = "import mortal_server; mortal_server.launch_with_mortal_server(45)"
     more = ["--set", "cluster.node_memory=false", "--set", "cluster.buckets=0.001"]
     code, _, err = finish(start("run", job, "--output", output, *more, before=before))
     assert code == 0, err

@@ -4,8 +4,10 @@ import os
 import signal
 from pathlib import Path
 
+import point_data
+import pretended_nodes
 import pytest
-import user_code
+import small_models
 from job_files import short_job
 from processes import finish, replays, start, wait_for_updates
 
@@ -45,8 +47,8 @@ def test_gradients_that_come_in_buckets_lead_to_the_same_weights(tmp_path: Path,
         protocol, topology, cluster = CASES[case]
         for buckets in (0.001, "off") if protocol["name"] == "hardsync" else (0.001,):
             job = rudra.Job(
-                model={"name": user_code.dropping},
-                data={"name": user_code.prompt},
+                model={"name": small_models.dropping},
+                data={"name": point_data.prompt},
                 training={"epochs": 1, "minibatch_size": 4, "seed": 7},
                 optimizer={"learning_rate": 0.05, "momentum": 0.9},
                 protocol=protocol,
@@ -57,7 +59,7 @@ def test_gradients_that_come_in_buckets_lead_to_the_same_weights(tmp_path: Path,
             servers = 2 + ("shards" in case) + 2 * ("overlapped" in case) + ("base, placed" in case)
             job = job.with_(cluster={"learners": (len(NODES) - servers) * cluster.get("learners_per_rank", 1)})
             jobs[str(tmp_path / f"{case}-{buckets}.h5")] = NODES, job
-    on_ranks(user_code.train_on_nodes, len(NODES) - 2, jobs=jobs)
+    on_ranks(pretended_nodes.train_on_nodes, len(NODES) - 2, jobs=jobs)
     found: dict[str, set[str]] = {}
     for path in jobs:
         assert rudra.replay(path, quiet=True).difference is None, path

@@ -5,9 +5,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import faulty_models
 import numpy as np
+import parts_on_ranks
+import point_data
+import pretended_nodes
 import pytest
-import user_code
+import runs_on_ranks
+import small_models
 from traces import check_trace
 
 import rudra
@@ -57,8 +62,8 @@ def make_job(
         protocol = {**protocol, "n": min(learners, protocol["n"])}
     return rudra.Job(
         name="replay",
-        model={"name": user_code.everything},
-        data={"name": user_code.hasty},
+        model={"name": small_models.everything},
+        data={"name": point_data.hasty},
         training={"epochs": 2, "minibatch_size": 4, "seed": learners},
         optimizer={"milestones": [1], **optimizer},
         protocol={"reference_batch_size": 16, **protocol},
@@ -74,7 +79,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     cases = {"async-momentum", *selected(request, "case")}
     paths = {case: directory / f"{case}.h5" for case in CASES if case in cases}
     jobs = {str(path): make_job(LEARNERS, **CASES[case]) for case, path in paths.items()}
-    on_ranks(user_code.train_all, LEARNERS, jobs=jobs)
+    on_ranks(runs_on_ranks.train_all, LEARNERS, jobs=jobs)
     return paths
 
 
@@ -136,11 +141,11 @@ def test_sums_of_nodes_are_repeated_and_predicted_with_and_without_node_memory(
             topology={"name": "groups", "options": {"reduction": "nodes", **options}},
             cluster={"learners_per_rank": each, "shares": range(2, learners + 2)},
             training={"minibatch_size": 8},
-            data={"name": user_code.prompt},
+            data={"name": point_data.prompt},
         )
         for memory in (True, False) if case in BY_MESSAGES else (True,):
             jobs[str(tmp_path / f"{case}-{memory}.h5")] = nodes, job.with_(cluster={"node_memory": memory})
-    on_ranks(user_code.train_on_nodes, 6, jobs=jobs)
+    on_ranks(pretended_nodes.train_on_nodes, 6, jobs=jobs)
     found: dict[str, set[str | None]] = {}
     for path, (nodes, job) in jobs.items():
         with rudra.open_results(path) as results:
@@ -163,7 +168,7 @@ def test_a_run_that_failed_on_its_ranks_is_repeated_as_far_as_it_came(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "run.h5"
-    job = make_job(3, {"name": "async"}, SGD).with_(model={"name": user_code.raising}, training={"epochs": 50})
+    job = make_job(3, {"name": "async"}, SGD).with_(model={"name": faulty_models.raising}, training={"epochs": 50})
     with pytest.raises(RudraError, match="exit code 1"):
         rudra.run(job, output=path, progress="quiet")
     assert main(["replay", str(path), "--quiet"]) == 0
@@ -211,7 +216,7 @@ def test_what_a_rank_measures_is_in_order_across_ranks(recorded: dict[str, Path]
 
 
 def test_ranks_with_other_clocks_agree_on_one_moment() -> None:
-    origins = [figures["origin"] for figures in on_ranks(user_code.clock_origins, 3)]
+    origins = [figures["origin"] for figures in on_ranks(parts_on_ranks.clock_origins, 3)]
     assert len(origins) == 5
     assert max(origins) <= time.perf_counter()
     for one, other in itertools.combinations(origins, 2):

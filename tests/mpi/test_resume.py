@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import user_code
+import runs_on_ranks
 from families import AT, SYNCHRONOUS, small
 from job_files import SGD
 from job_files import restartable_job as job_file
@@ -86,7 +86,7 @@ def test_ranks_and_simulations_go_on_from_each_others_checkpoints_with_the_same_
             jobs[str(tmp_path / f"{output}-{name}.h5")] = small(tables)
         origins[str(tmp_path / f"branch-{name}.h5")] = tmp_path / f"{name}-{AT}.ckpt"
     ranks = max(job.plan().ranks for job in jobs.values())
-    on_ranks(user_code.train_as_needed, ranks - 2, jobs=jobs, origins=origins)
+    on_ranks(runs_on_ranks.train_as_needed, ranks - 2, jobs=jobs, origins=origins)
     for name, tables in synchronous.items():
         origin = tmp_path / f"whole-{name}-{AT}.ckpt"
         simulated = rudra.simulate(
@@ -134,7 +134,7 @@ def test_a_target_counts_the_tests_from_before_a_stop(tmp_path: Path) -> None:
 
 def test_patience_and_plateau_count_the_tests_from_before_a_stop(tmp_path: Path) -> None:
     """A measure that never gets better: each second test after the first lowers the rate, the fifth ends the run."""
-    metrics = '["user_code:always", "user_code:priority"]'
+    metrics = '["user_functions:always", "user_functions:priority"]'
     more = f'[task]\nmetrics = {metrics}\n[topology]\nname = "groups"\noptions.groups = 1\n'
     job = job_file(tmp_path, "hardsync", more=more)
     output, text = tmp_path / "out.h5", job.read_text()
@@ -197,7 +197,7 @@ def test_ranks_of_a_launcher_resume_a_strangers_run_only_if_it_is_trusted(
     code, _, err = mpirun(3, "resume", str(output), *three)
     assert code == 2
     (line,) = (line for line in err.splitlines() if line.startswith("rudra: "))
-    names = "data.name = user_code:delayed, model.name = user_code:dropping"
+    names = "data.name = point_data:delayed, model.name = small_models:dropping"
     assert f"is not signed by you, and would execute {names}" in line
     code, _, err = mpirun(3, "resume", str(output), *three, "--trust")
     assert code == 0, err

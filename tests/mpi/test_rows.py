@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import user_code
+import runs_on_ranks
 
 import rudra
 from rudra.bench.ranks import on_ranks
@@ -34,7 +34,7 @@ def test_rows_travel_and_are_replayed(tmp_path: Path) -> None:
         cluster={"learners": 2, "threads_per_rank": 1},
     )
     jobs = {str(tmp_path / f"{case}.h5"): job.with_(**tables) for case, tables in CASES.items()}
-    on_ranks(user_code.train_all, 2, jobs=jobs)
+    on_ranks(runs_on_ranks.train_all, 2, jobs=jobs)
     digests = {}
     for path in jobs:
         assert rudra.replay(path).identical

@@ -6,9 +6,11 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import point_data
 import pytest
-import user_code
+import small_models
 from processes import finish, mpirun, start, wait_for_updates
+from torch import nn
 
 import rudra
 from rudra.errors import RudraError
@@ -19,7 +21,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
 
 def make_job(
-    protocol: str, learners: int, model: Any = user_code.network, data: Any = user_code.prompt, **tables: Any
+    protocol: str, learners: int, model: Any = small_models.network, data: Any = point_data.prompt, **tables: Any
 ) -> rudra.Job:
     return rudra.Job(
         name="test",
@@ -36,7 +38,7 @@ def make_job(
 def job_file(directory: Path, model: str, data: str, learners: int = 3, more: str = "") -> str:
     path = directory / "job.toml"
     path.write_text(
-        f'[model]\nname = "user_code:{model}"\n[data]\nname = "user_code:{data}"\n'
+        f'[model]\nname = "{model}"\n[data]\nname = "point_data:{data}"\n'
         f"[training]\nepochs = 3\nminibatch_size = 4\n[cluster]\nlearners = {learners}\n"
         f'[results]\nflush_s = 0.1\nreport_s = 0.0\n[protocol]\nname = "async"\n{more}'
     )
@@ -45,7 +47,7 @@ def job_file(directory: Path, model: str, data: str, learners: int = 3, more: st
 
 def test_a_failing_rank_ends_the_run_with_one_line_and_keeps_results(tmp_path: Path) -> None:
     output = tmp_path / "out.h5"
-    process = start("run", job_file(tmp_path, "raising", "endless"), "--output", str(output))
+    process = start("run", job_file(tmp_path, "faulty_models:raising", "endless"), "--output", str(output))
     returned, _, err = finish(process)
     assert returned == 1, err
     lines = [line for line in err.splitlines() if line.startswith("rudra: ")]
@@ -62,7 +64,9 @@ def test_a_failing_rank_ends_the_run_with_one_line_and_keeps_results(tmp_path: P
 
 def test_too_little_memory_is_one_line(tmp_path: Path) -> None:
     output = tmp_path / "out.h5"
-    returned, _, err = finish(start("run", job_file(tmp_path, "exhausting", "endless"), "--output", str(output)))
+    returned, _, err = finish(
+        start("run", job_file(tmp_path, "faulty_models:exhausting", "endless"), "--output", str(output))
+    )
     instead = "use a smaller training.minibatch_size, more training.microbatches, or fewer learners on this device"
     why = "too little memory: CUDA out of memory. Tried to allocate 2.00 GiB"
     lines = [
@@ -81,7 +85,7 @@ def test_too_little_memory_is_one_line(tmp_path: Path) -> None:
 
 def test_a_rank_that_hangs_is_named_and_ends_the_run_when_the_job_says_so(tmp_path: Path) -> None:
     more = "[fault_tolerance]\nstall_warning_s = 1.0\nstall_limit_s = 3.0\n"
-    job = job_file(tmp_path, "hanging", "endless", more=more)
+    job = job_file(tmp_path, "faulty_models:hanging", "endless", more=more)
     path = Path(job)
     path.write_text(path.read_text().replace('"async"', '"hardsync"'))
     returned, _, err = finish(start("run", job, "--output", str(tmp_path / "out.h5")))
@@ -92,7 +96,7 @@ def test_a_rank_that_hangs_is_named_and_ends_the_run_when_the_job_says_so(tmp_pa
 
 def test_ctrl_c_ends_the_run_in_order(tmp_path: Path) -> None:
     output = tmp_path / "out.h5"
-    job = job_file(tmp_path, "network", "endless", more="")
+    job = job_file(tmp_path, "small_models:network", "endless", more="")
     path = Path(job)
     path.write_text(path.read_text().replace("epochs = 3", "epochs = 100000"))
     process = start("run", job, "--output", str(output))
@@ -112,9 +116,14 @@ def test_ctrl_c_ends_the_run_in_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "data", "optimizer", "said"),
     [
-        ("network", "wrong_label", "momentum=0", "training sample 100 has label 11; valid: 0 to 9"),
-        ("wide", "prompt", "momentum=0", "7"),
-        ("network", "prompt", "schedule=no.such:thing", "[optimizer] schedule: no.such:thing: no module 'no'"),
+        ("small_models:network", "wrong_label", "momentum=0", "training sample 100 has label 11; valid: 0 to 9"),
+        ("small_models:wide", "prompt", "momentum=0", "7"),
+        (
+            "small_models:network",
+            "prompt",
+            "schedule=no.such:thing",
+            "[optimizer] schedule: no.such:thing: no module 'no'",
+        ),
     ],
 )
 def test_a_users_mistake_is_one_line_and_exit_code_2(
@@ -130,7 +139,7 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(
 
 @pytest.mark.parametrize("anew", covering([False], [False, True]), ids=["forks", "anew"])
 def test_under_mpirun_the_learners_are_the_ranks_left(tmp_path: Path, anew: bool) -> None:
-    job = Path(job_file(tmp_path, "network", "prompt"))
+    job = Path(job_file(tmp_path, "small_models:network", "prompt"))
     job.write_text(job.read_text().replace("learners = 3\n", ""))
     output = tmp_path / "out.h5"
     code, out, err = mpirun(3, "run", str(job), "--output", str(output), anew=anew)
@@ -141,7 +150,7 @@ def test_under_mpirun_the_learners_are_the_ranks_left(tmp_path: Path, anew: bool
 
 
 def test_a_launch_of_two_ranks_names_the_right_number(tmp_path: Path) -> None:
-    job, output = job_file(tmp_path, "network", "prompt"), str(tmp_path / "out.h5")
+    job, output = job_file(tmp_path, "small_models:network", "prompt"), str(tmp_path / "out.h5")
     code, _, err = mpirun(2, "run", job, "--output", output)
     assert code == 2, err
     said = "rudra: 2 ranks are too few for topology base; start 5"
@@ -155,9 +164,7 @@ def test_warm_start_takes_the_final_weights_of_another_run(tmp_path: Path) -> No
     second = make_job("async", 2, training={"warm_start": tmp_path / "first.h5"})
     with rudra.run(second, output=tmp_path / "second.h5", progress="quiet") as results:
         assert results.summary()["initial_weights_sha256"] == weights
-    other = make_job("async", 2, model=lambda: user_code.nn.Linear(20, 10)).with_(
-        training={"warm_start": tmp_path / "first.h5"}
-    )
+    other = make_job("async", 2, model=lambda: nn.Linear(20, 10)).with_(training={"warm_start": tmp_path / "first.h5"})
     with pytest.raises(RudraError, match="holds another model"):
         rudra.simulate(other, output=tmp_path / "third.h5", progress="quiet")
 

@@ -15,9 +15,9 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
 JOB = """
 [model]
-name = "user_code:dropping"
+name = "small_models:dropping"
 [data]
-name = "user_code:uneven"
+name = "point_data:uneven"
 [training]
 epochs = 4
 minibatch_size = 8

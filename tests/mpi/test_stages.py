@@ -4,9 +4,9 @@ import os
 import signal
 from pathlib import Path
 
+import faulty_models
 import numpy as np
 import pytest
-import user_code
 from job_files import SGD
 from job_files import restartable_job as job_file
 from job_files import short_job as dying_job
@@ -39,7 +39,7 @@ def test_synchronous_layers_killed_and_stopped_reach_the_bits_of_learners_that_h
     clips = "" if servers == 1 else "clip_norm = 0.5\n"
     placed = f'{SYNCHRONOUS}servers = {servers}\n[topology]\nname = "{topology}"\n'
     job, output = job_file(tmp_path, "hardsync", SGD + clips, placed, epochs=2), tmp_path / "out.h5"
-    job.write_text(job.read_text().replace("user_code:dropping", "user_code:normed"))
+    job.write_text(job.read_text().replace("small_models:dropping", "small_models:normed"))
     for number in hits:
         code, err = run_until(job, output, updates(output) + 20, number)
         assert code == (-9 if number == signal.SIGKILL else 3), err
@@ -64,7 +64,7 @@ def test_a_step_sends_the_activations_and_the_first_layers_of_each_learner_and_b
     told = tmp_path / "told"
     told.mkdir()
     job, output = job_file(tmp_path, "hardsync", more=SYNCHRONOUS.replace("3", "1"), epochs=1), tmp_path / "out.h5"
-    text = job.read_text().replace("user_code:dropping", "user_code:counted")
+    text = job.read_text().replace("small_models:dropping", "small_models:counted")
     options = f'options.told = "{told}"\n[data]'
     job.write_text(text.replace("[data]", options, 1))
     code, _, err = finish(start("run", job, "--output", output))
@@ -90,7 +90,7 @@ BY_RULE = '[placement]\ncut = "ralp"\nrule = "synchronous"\n'
 
 def test_a_rule_chooses_once_and_what_goes_on_asks_it_no_more(tmp_path: Path) -> None:
     job, output = job_file(tmp_path, "hardsync", more=BY_RULE, epochs=2), tmp_path / "out.h5"
-    job.write_text(job.read_text().replace("user_code:dropping", "user_code:skewed"))
+    job.write_text(job.read_text().replace("small_models:dropping", "small_models:skewed"))
     code, err = run_until(job, output, 20, signal.SIGTERM)
     assert code == 3, err
     assert err.count("[placement] cut = 'ralp' chooses '1': it sends least") == 1
@@ -112,7 +112,7 @@ def test_under_mpirun_one_rank_chooses_and_none_is_refused_where_nothing_is_plac
     tmp_path: Path, model: str, cut: str | None
 ) -> None:
     job, output = job_file(tmp_path, "hardsync", more=BY_RULE, epochs=1), tmp_path / "out.h5"
-    job.write_text(job.read_text().replace("user_code:dropping", f"user_code:{model}"))
+    job.write_text(job.read_text().replace("small_models:dropping", f"small_models:{model}"))
     code, _, err = mpirun(6, "run", str(job), "--output", str(output))
     assert code == 0, err
     assert err.count("[placement] cut = 'ralp'") == 1
@@ -125,9 +125,9 @@ def test_under_mpirun_one_rank_chooses_and_none_is_refused_where_nothing_is_plac
 
 def test_merged_layers_replay_and_outlive_a_learner(tmp_path: Path) -> None:
     own = "cut = 1\nlearning_rate = 0.02\nmomentum = 0.5"
-    job, output = dying_job(tmp_path, "async", "dying_front", placement=own), tmp_path / "out.h5"
+    job, output = dying_job(tmp_path, "async", "faulty_models:dying_front", placement=own), tmp_path / "out.h5"
     process = start("run", job, "--output", output)
-    wait_for_deaths(process, output, steps=user_code.DIES_AFTER)
+    wait_for_deaths(process, output, steps=faulty_models.DIES_AFTER)
     code, _, err = finish(process)
     assert code == 0, err
     assert "learner 1 (rank 3) died; 2 learners are left" in err
@@ -157,10 +157,12 @@ def test_groups_go_on_without_a_learner_that_dies(
 ) -> None:
     """All others begin anew, but for the stage server, which goes on with its weights and clock."""
     topology = f'name = "groups"\n{options}'
-    job = dying_job(tmp_path, protocol, "dying_front", placement=f'cut = 1\nrule = "{rule}"', topology=topology)
+    job = dying_job(
+        tmp_path, protocol, "faulty_models:dying_front", placement=f'cut = 1\nrule = "{rule}"', topology=topology
+    )
     output = tmp_path / "out.h5"
     process = start("run", job, "--output", output)
-    wait_for_deaths(process, output, steps=user_code.DIES_AFTER)
+    wait_for_deaths(process, output, steps=faulty_models.DIES_AFTER)
     code, _, err = finish(process)
     assert code == 0, err
     assert f"{who} (rank 3) died; 2 learners are left, which continue from update" in err

@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import point_data
+import pretended_nodes
 import pytest
-import user_code
+import runs_on_ranks
+import small_models
 from processes import finish, gone, mpirun, ours, ranks_of, start, wait_for_updates
 
 import rudra
@@ -50,12 +53,12 @@ PAIRS = [
 
 
 def make_job(
-    topology: dict[str, Any], protocol: dict[str, Any], model: Any = user_code.everything, **tables: Any
+    topology: dict[str, Any], protocol: dict[str, Any], model: Any = small_models.everything, **tables: Any
 ) -> rudra.Job:
     return rudra.Job(
         name="topologies",
         model={"name": model},
-        data={"name": tables.pop("data", user_code.hasty)},
+        data={"name": tables.pop("data", point_data.hasty)},
         training={"epochs": 2, "minibatch_size": 4, "seed": 3, **tables.pop("training", {})},
         optimizer={"learning_rate": 0.02, "momentum": 0.9},
         protocol={"reference_batch_size": 16, **protocol},
@@ -72,7 +75,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     pairs = selected(request, "pair") | {(topology, "hardsync") for topology in selected(request, "topology")}
     paths = {pair: directory / f"{place}.h5" for place, pair in enumerate(PAIRS) if pair in pairs}
     jobs = {str(path): make_job(TOPOLOGIES[pair[0]][0], PROTOCOLS[pair[1]]) for pair, path in paths.items()}
-    on_ranks(user_code.train_all, RANKS - 2, jobs=jobs)
+    on_ranks(runs_on_ranks.train_all, RANKS - 2, jobs=jobs)
     return paths
 
 
@@ -147,12 +150,12 @@ def test_learners_that_never_wait_compute_with_whole_weights(tmp_path: Path) -> 
         str(tmp_path / f"{name}.h5"): make_job(
             {"name": "adv*", "options": options},
             PROTOCOLS["async"],
-            user_code.broad,
+            small_models.broad,
             training={"epochs": 5},
         )
         for name, options in {"one hop": {}, "chain": {"weight_fan_out": 1}}.items()
     }
-    on_ranks(user_code.train_all, 3, jobs=jobs)
+    on_ranks(runs_on_ranks.train_all, 3, jobs=jobs)
     for path in jobs:
         with rudra.open_results(path) as results:
             accounts_for_every_gradient(results)
@@ -179,7 +182,7 @@ def test_the_order_of_ranks_does_not_matter(tmp_path: Path, cases: list[str]) ->
     """Ranks of two nodes take turns; every role is on a rank of its node, and what comes out is what always does."""
     about = {case: AMONG_NODES[case] for case in cases}
     jobs = {str(tmp_path / f"{case}.h5"): make_job(of, PROTOCOLS[rule]) for case, (of, rule) in about.items()}
-    on_ranks(user_code.train_among_two_nodes, 6, jobs=jobs)
+    on_ranks(pretended_nodes.train_among_two_nodes, 6, jobs=jobs)
     for path in map(Path, jobs):
         with rudra.open_results(path) as results:
             accounts_for_every_gradient(results)
@@ -193,10 +196,12 @@ def test_the_order_of_ranks_does_not_matter(tmp_path: Path, cases: list[str]) ->
         assert rudra.replay(path, quiet=True).identical
 
 
-def job_file(directory: Path, topology: str, options: str, *, model: str = "network", learners: int | None = 3) -> str:
+def job_file(
+    directory: Path, topology: str, options: str, *, model: str = "small_models:network", learners: int | None = 3
+) -> str:
     path = directory / "job.toml"
     path.write_text(
-        f'[model]\nname = "user_code:{model}"\n[data]\nname = "user_code:endless"\n'
+        f'[model]\nname = "{model}"\n[data]\nname = "point_data:endless"\n'
         "[training]\nepochs = 1000\nminibatch_size = 4\n[cluster]\nthreads_per_rank = 1\n"
         + (f"learners = {learners}\n" if learners else "")
         + f'[results]\nflush_s = 0.1\nreport_s = 0.0\n[protocol]\nname = "async"\n'
@@ -208,7 +213,7 @@ def job_file(directory: Path, topology: str, options: str, *, model: str = "netw
 def test_a_thread_that_fails_ends_the_run_with_one_line(tmp_path: Path) -> None:
     """The user's model raises where a rank of adv* computes: in a thread of its own."""
     output = tmp_path / "out.h5"
-    process = start("run", job_file(tmp_path, "adv*", "", model="raising"), "--output", str(output))
+    process = start("run", job_file(tmp_path, "adv*", "", model="faulty_models:raising"), "--output", str(output))
     returned, _, err = finish(process)
     assert returned == 1, err
     lines = ours(err)
@@ -249,8 +254,8 @@ def test_threads_files_and_memory_are_given_back(tmp_path: Path, topologies: lis
     """Three rounds of starting and ending every kind of threads and communicators in the same processes."""
     rule = PROTOCOLS["async"]
     short = {"epochs": 1}
-    jobs = [make_job(topology, rule, data=user_code.prompt, training=short) for topology in topologies]
-    for figures in on_ranks(user_code.left_behind, RANKS - 2, jobs=jobs, rounds=3):
+    jobs = [make_job(topology, rule, data=point_data.prompt, training=short) for topology in topologies]
+    for figures in on_ranks(runs_on_ranks.left_behind, RANKS - 2, jobs=jobs, rounds=3):
         threads, files = figures["threads"], figures["files"]
         assert [named for named, _ in threads] == [2] * 3, "the main one, and that of the user's data"
         assert threads[1] == threads[-1], threads

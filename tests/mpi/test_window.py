@@ -4,9 +4,10 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import faulty_models
 import numpy as np
 import pytest
-import user_code
+import runs_on_ranks
 from processes import finish, replays, start, wait_for_deaths, wait_for_updates
 
 import rudra
@@ -21,8 +22,8 @@ SAMPLES = 240
 
 def window_job(model: str, learners: int, locking: bool, kind: str = "small", **tables: Any) -> Job:
     return Job(
-        model={"name": f"user_code:{model}"},
-        data={"name": "user_code:prompt", **tables.pop("data", {})},
+        model={"name": model},
+        data={"name": "point_data:prompt", **tables.pop("data", {})},
         training={"epochs": 4, "seed": 7, "minibatch_size": 4, **tables.pop("training", {})},
         optimizer={"learning_rate": 0.05},
         protocol={"name": "hogbatch", "reference_batch_size": 4},
@@ -41,7 +42,7 @@ def as_file(job: Job, directory: Path, **results: Any) -> Path:
     path = directory / "job.toml"
     (worker,) = job.hogbatch.workers
     path.write_text(
-        f'[model]\nname = "{job.model.name}"\n[data]\nname = "user_code:delayed"\n'
+        f'[model]\nname = "{job.model.name}"\n[data]\nname = "point_data:delayed"\n'
         '[training]\nepochs = 4\nminibatch_size = 4\nevaluate = "workers"\n[optimizer]\nlearning_rate = 0.05\n'
         f'[protocol]\nname = "hogbatch"\nreference_batch_size = 4\n[cluster]\nlearners = {job.learners}\n'
         f'[[hogbatch.workers]]\nkind = "{worker.kind}"\nmin = 4\nmax = 4\n'
@@ -64,7 +65,7 @@ def check_epochs(results: rudra.Results) -> None:
 
 def test_one_worker_has_the_bits_of_async_whatever_it_copies(tmp_path: Path) -> None:
     jobs = {
-        f"{name} {kind}": window_job("network", 1, locking, kind)
+        f"{name} {kind}": window_job("small_models:network", 1, locking, kind)
         for name, locking in (("racing", False), ("locked", True))
         for kind in ("small", "large")
     }
@@ -73,7 +74,7 @@ def test_one_worker_has_the_bits_of_async_whatever_it_copies(tmp_path: Path) -> 
         model=tables.model, data=tables.data, training=tables.training, optimizer=tables.optimizer,
         protocol={"name": "async", "modulation": "none"}, cluster=tables.cluster,
     )  # fmt: skip
-    on_ranks(user_code.train_as_needed, 1, jobs={str(tmp_path / f"{name}.h5"): job for name, job in jobs.items()})
+    on_ranks(runs_on_ranks.train_as_needed, 1, jobs={str(tmp_path / f"{name}.h5"): job for name, job in jobs.items()})
     found = set()
     for name in jobs:
         with rudra.open_results(tmp_path / f"{name}.h5") as results:
@@ -85,9 +86,9 @@ def test_one_worker_has_the_bits_of_async_whatever_it_copies(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("locking", covering([True], [True, False]))
 def test_workers_that_die_leave_what_they_did_and_the_rest_is_served_again(tmp_path: Path, locking: bool) -> None:
-    path, output = as_file(window_job("struck", 4, locking), tmp_path), tmp_path / "out.h5"
+    path, output = as_file(window_job("faulty_models:struck", 4, locking), tmp_path), tmp_path / "out.h5"
     process = start("run", path, "--output", output)
-    wait_for_deaths(process, output, 2, steps=user_code.DIES_AFTER)
+    wait_for_deaths(process, output, 2, steps=faulty_models.DIES_AFTER)
     code, _, err = finish(process)
     assert code == 0, err
     with rudra.open_results(output) as results:
@@ -104,7 +105,7 @@ def test_workers_that_die_leave_what_they_did_and_the_rest_is_served_again(tmp_p
 
 
 def test_a_run_that_is_stopped_goes_on_with_the_samples_that_are_left(tmp_path: Path) -> None:
-    path, output = as_file(window_job("network", 2, locking=True), tmp_path), tmp_path / "out.h5"
+    path, output = as_file(window_job("small_models:network", 2, locking=True), tmp_path), tmp_path / "out.h5"
     process = start("run", path, "--output", output)
     wait_for_updates(process, output, 70)
     process.send_signal(signal.SIGTERM)

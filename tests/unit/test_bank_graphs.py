@@ -68,7 +68,7 @@ def data() -> Data:
     return load(job_of().data, test=False)
 
 
-NUMBERS = {"LearnerExecutor.compute": 4, "ElasticExecutor.step": 1}
+NUMBERS = {"LearnerExecutor._attempt": 4, "ElasticExecutor.step": 1}
 """Count of numbers that come back with the work of a function."""
 
 
@@ -228,7 +228,7 @@ def without_wait_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 WAITS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "copies of mini-batches": (without_wait_for_copies, ""),
-    "gradients": (lambda monkeypatch: None, "LearnerExecutor.compute"),
+    "gradients": (lambda monkeypatch: None, "LearnerExecutor._attempt"),
     "steps": (lambda monkeypatch: None, "ElasticExecutor.step"),
 }
 

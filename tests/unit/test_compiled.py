@@ -9,9 +9,9 @@ from unittest.mock import ANY
 import pytest
 import torch
 from compiler import needs_compiler
+from small_models import Regrouping
 from torch import nn
 from torch.nn import functional
-from user_code import Regrouping
 
 import rudra
 from rudra.compute.compiled import CompiledStep

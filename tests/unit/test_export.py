@@ -9,9 +9,10 @@ from pathlib import Path
 
 import h5py
 import numpy as np
+import point_data
 import pytest
+import small_models
 import torch
-import user_code
 from pages import blocks, page
 from results_files import WEIGHTS, new_writer, rows, sha256
 from torch import nn
@@ -29,8 +30,8 @@ ROOT = Path(__file__).resolve().parents[2]
 LIKE = {"F32": np.float32, "I64": np.int64, "BOOL": np.bool_, "C64": np.complex64, "BF16": np.uint16}
 TRAINED, ENDS = 5, (2, 4, 5)
 JOB = rudra.Job(
-    model={"name": user_code.Assorted},
-    data={"name": user_code.prompt},
+    model={"name": small_models.Assorted},
+    data={"name": point_data.prompt},
     training={"epochs": TRAINED, "minibatch_size": 8},
     optimizer={"learning_rate": 0.2},
     cluster={"learners": 2, "threads_per_rank": 1},
@@ -72,9 +73,9 @@ def load(path: Path) -> dict[str, torch.Tensor]:
 def error_of(state: dict[str, torch.Tensor]) -> float:
     """Test error in plain torch."""
     torch.manual_seed(1)  # other values than those of the run
-    model = user_code.Assorted()
+    model = small_models.Assorted()
     model.load_state_dict(state, strict=True)
-    test = user_code.prompt()[1]
+    test = point_data.prompt()[1]
     with torch.no_grad():
         return float((model.eval()(test.inputs).argmax(1) != test.labels).float().mean())
 
@@ -125,7 +126,7 @@ def built() -> nn.Module:
     """The model with the weights that a run begins with."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return user_code.Assorted()
+        return small_models.Assorted()
 
 
 BEST = JOB.with_(
@@ -237,7 +238,7 @@ def test_of_a_run_that_has_not_ended_the_kept_epochs_are_there(
     said = f"rudra: {path}: has no final weights: the run is running; epochs that are kept: 2, 4\n"
     assert capsys.readouterr().err == said
     assert main(["export", str(path), "-o", str(target), "--epoch", "4"]) == 0
-    assert load(target).keys() == user_code.Assorted().state_dict().keys()
+    assert load(target).keys() == small_models.Assorted().state_dict().keys()
 
 
 def test_a_type_that_safetensors_does_not_have_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_models import Assorted, Regrouping
 from torch import nn
 from torch.nn import functional
-from user_code import Assorted, Regrouping
 
 from rudra.compute.bank.fused import fused_gradients
 from rudra.compute.buffers import tried

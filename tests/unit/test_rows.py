@@ -10,9 +10,9 @@ from torch import nn
 
 import rudra
 from rudra.compute import tasks
+from rudra.compute.averaging_executor import AveragingExecutor
 from rudra.compute.flat import FlatModel
 from rudra.compute.optim import UpdateRule
-from rudra.compute.owners import AveragingExecutor
 from rudra.compute.rows import RowFormat, RowGradient
 from rudra.compute.sparse import SparseLinear, SparseRows
 from rudra.compute.vectors import RowBuffer

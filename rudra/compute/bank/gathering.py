@@ -36,6 +36,8 @@ class ReadyLearner(NamedTuple):
 class _Waiting(Pending):
     """A learner waits for the others of its bank, and the device does nothing for it."""
 
+    gathers = True
+
     def done(self) -> bool:
         return False
 

@@ -188,6 +188,18 @@ class Made(NamedTuple):
     queued: bool = False
 
 
+class _Memory(NamedTuple):
+    """Memory for bursts of one period. A burst keeps it until its results are read.
+
+    Attributes:
+        notes: Memory of the device.
+        slots: Main memory for bursts that are not under way.
+    """
+
+    notes: Notes
+    slots: deque[_Slot]
+
+
 class RecordedBursts:
     """Bursts from graphs, for learners whose vectors and training set are on one device.
 
@@ -206,7 +218,7 @@ class RecordedBursts:
         self._stream = self._kind.stream(self._device)
         self._graphs: dict[tuple[object, ...], Graph] = {}
         self._counts: tuple[int, ...] = ()  # samples of the mini-batches that the memory is for
-        self._memory: dict[int, tuple[Notes, deque[_Slot]]] = {}  # by period
+        self._memory: dict[int, _Memory] = {}  # by period
         self._seen: Counter[tuple[float, ...]] = Counter()
         self._begun = 0
         self._keeps: dict[tuple[object, ...], bool] = {}  # whether rates may be in memory
@@ -229,8 +241,9 @@ class RecordedBursts:
                 count, rates = burst.rounds, ()
             elif self._seen[rates] <= WARM:
                 return None
-            self._allocate(burst, keeps_rates=keeps)
-            graphs = self._graphs_for(burst, count, rates)
+            notes, slots = memory = self._memory_for(burst)
+            notes.keeps_rates = keeps
+            graphs = self._graphs_for(burst, count, rates, notes)
         except Exception as error:
             reason = memory_text(error) or (str(error) if isinstance(error, NotRecordedError) else None)
             if reason is None:
@@ -241,19 +254,19 @@ class RecordedBursts:
             self.refusal = reason
             log.info(f"updates of the bank are not recorded: {error}")
             return None
-        slot, began = self._slots.popleft(), time.perf_counter()
-        self._draw(slot, burst, count)
+        slot, began = slots.popleft(), time.perf_counter()
+        self._draw(slot, burst, count, notes.places)
         if keeps:
             self._enter_rates(slot, burst)
-        pending = self._stream.submit(partial(self._do, slot, burst, count, graphs))
+        pending = self._stream.submit(partial(self._do, notes, slot, burst, count, graphs, takes_rates=keeps))
         for executor in self._learners:
             executor.buffer(REPLICA).version += count
         if burst.averages:
             self._first.buffer(WEIGHTS).version += count
-        return Made(count, burst.averages, self._results(slot, burst, count, pending, began), queued=True)
+        return Made(count, burst.averages, self._results(memory, slot, burst, count, pending, began), queued=True)
 
     def _results(
-        self, slot: _Slot, burst: Burst, count: int, pending: Pending, began: float
+        self, memory: _Memory, slot: _Slot, burst: Burst, count: int, pending: Pending, began: float
     ) -> Iterator[BurstMade | Pending]:
         yield from until_done(pending)
         pending.numbers()
@@ -261,9 +274,9 @@ class RecordedBursts:
         noted = slot.losses[: count * period].view(count, period, m, 2).numpy().copy()
         updates = count * burst.averages
         distances = np.sqrt(slot.squares[:updates].numpy())  # torch's is not rounded correctly
-        sampled = (self._notes.samples.of(slot.samples, at, burst.timestamp + at + 1) for at in range(updates))
+        sampled = (memory.notes.samples.of(slot.samples, at, burst.timestamp + at + 1) for at in range(updates))
         digests = np.array([digest_of(each) for each in sampled], np.uint64)
-        self._slots.append(slot)
+        memory.slots.append(slot)
         self._blame(burst, noted[..., 0])
         yield BurstMade(burst, noted[..., 0], noted[..., 1], distances, digests, time.perf_counter() - began, 0.0, 0.0)
 
@@ -277,8 +290,8 @@ class RecordedBursts:
 
     # Memory.
 
-    def _allocate(self, burst: Burst, *, keeps_rates: bool) -> None:
-        """Allocates the memory for bursts with mini-batches of these sizes."""
+    def _memory_for(self, burst: Burst) -> _Memory:
+        """Returns the memory for bursts of this period, with mini-batches of these sizes."""
         counts = tuple(work.count for _, work in burst.learners)
         if counts != self._counts:
             self._counts, self._memory, self._graphs = counts, {}, {}
@@ -287,9 +300,9 @@ class RecordedBursts:
             groups = len(self._rules[0].rates(0.0)), len(self._rules[1].rates(0.0))
             notes = Notes(burst.period, counts, groups, width, self._first.size, self._device)
             there = notes.rows, notes.rates, notes.weight_rates, notes.losses, notes.squares, notes.samples.taken
-            self._memory[burst.period] = notes, deque(_Slot(*map(self._main_memory, there)) for _ in range(AHEAD))
-        self._notes, self._slots = self._memory[burst.period]
-        self._notes.keeps_rates = keeps_rates
+            slots = deque(_Slot(*map(self._main_memory, there)) for _ in range(AHEAD))
+            self._memory[burst.period] = _Memory(notes, slots)
+        return self._memory[burst.period]
 
     @property
     def _rules(self) -> tuple[UpdateRule, UpdateRule]:
@@ -330,20 +343,22 @@ class RecordedBursts:
     def _main_memory(self, like: torch.Tensor) -> torch.Tensor:
         return self._kind.main_memory(like.nbytes).view(like.dtype).view(like.shape)
 
-    def _draw(self, slot: _Slot, burst: Burst, count: int) -> None:
+    def _draw(self, slot: _Slot, burst: Burst, count: int, places: Sequence[slice]) -> None:
         """Draws the samples of all mini-batches."""
         steps = count * burst.period
-        for executor, (step, work), place in zip(self._learners, burst.learners, self._notes.places, strict=True):
+        for executor, (step, work), place in zip(self._learners, burst.learners, places, strict=True):
             drawn = executor.source.indices_of(step, work, steps)
             slot.rows[:steps, place] = drawn.view(steps, work.count, -1)
 
     # Work of the device.
 
-    def _do(self, slot: _Slot, burst: Burst, count: int, graphs: Sequence[Graph]) -> tuple[()]:
+    def _do(
+        self, notes: Notes, slot: _Slot, burst: Burst, count: int, graphs: Sequence[Graph], *, takes_rates: bool
+    ) -> tuple[()]:
         """Makes rounds, and brings back what is noted."""
-        notes, steps, updates = self._notes, count * burst.period, count * burst.averages
+        steps, updates = count * burst.period, count * burst.averages
         notes.rows[:steps].copy_(slot.rows[:steps], non_blocking=True)
-        if notes.keeps_rates:
+        if takes_rates:
             notes.rates[:steps].copy_(slot.rates[:steps], non_blocking=True)
             notes.weight_rates[:updates].copy_(slot.weight_rates[:updates], non_blocking=True)
         notes.number.zero_()
@@ -355,13 +370,14 @@ class RecordedBursts:
         slot.samples[:updates].copy_(notes.samples.taken[:updates], non_blocking=True)
         return ()
 
-    def _graphs_for(self, burst: Burst, count: int, rates: tuple[float, ...]) -> list[Graph]:
+    def _graphs_for(self, burst: Burst, count: int, rates: tuple[float, ...], notes: Notes) -> list[Graph]:
         """Returns the graphs that make these rounds one after another.
 
         Args:
             burst: The burst.
             count: Number of rounds.
             rates: Rates that are part of the graphs.
+            notes: Memory that they use.
 
         Raises:
             NotRecordedError: They cannot be recorded.
@@ -369,16 +385,16 @@ class RecordedBursts:
         most = max(1, STEPS // (len(self._learners) * burst.period))
         many, single = divmod(count, most)
         sizes = ((most, many), (1, single)) if most > 1 else ((1, count),)
-        return [graph for size, times in sizes if times for graph in [self._graph(burst, size, rates)] * times]
+        return [graph for size, times in sizes if times for graph in [self._graph(burst, size, rates, notes)] * times]
 
-    def _graph(self, burst: Burst, rounds: int, rates: tuple[float, ...]) -> Graph:
+    def _graph(self, burst: Burst, rounds: int, rates: tuple[float, ...], notes: Notes) -> Graph:
         about = burst.averages, rates, burst.step, burst.elasticity, self._first.settings
-        key = rounds, *about, *(each.data_ptr() for each in self._written(averages=burst.averages))
+        key = rounds, burst.period, *about, *(each.data_ptr() for each in self._written(averages=burst.averages))
         found = self._graphs.get(key)
         if found is None or not found.is_valid():
             while len(self._graphs) >= KEPT:
                 del self._graphs[next(iter(self._graphs))]
-            found = self._graphs[key] = self._recorded(burst, rounds)
+            found = self._graphs[key] = self._recorded(burst, rounds, notes)
         return found
 
     def _written(self, *, averages: bool) -> list[torch.Tensor]:
@@ -394,14 +410,13 @@ class RecordedBursts:
             found += executor.states(central=averages and executor is self._first)
         return found
 
-    def _recorded(self, burst: Burst, rounds: int) -> Graph:
+    def _recorded(self, burst: Burst, rounds: int, notes: Notes) -> Graph:
         """Records rounds. Nothing has changed afterwards.
 
         Raises:
             NotRecordedError: They cannot be recorded.
         """
-        generator, notes = self._kind.generator(self._device), self._notes
-        self._way = self._ways()
+        generator, ways = self._kind.generator(self._device), self._ways()
         written = [*self._written(averages=burst.averages), notes.number, notes.samples.timestamp]
         needed, free = sum(each.nbytes for each in written), self._kind.free_bytes(self._device)
         if free is not None and needed > free / 2:
@@ -410,7 +425,7 @@ class RecordedBursts:
         notes.number.zero_()
         notes.rows.zero_()
         try:
-            graph, _ = self._kind.record(self._device, partial(self._work, burst, rounds))
+            graph, _ = self._kind.record(self._device, partial(self._work, ways, burst, rounds, notes))
         finally:
             for tensor, value in zip(written, before, strict=True):
                 tensor.copy_(value)
@@ -418,9 +433,8 @@ class RecordedBursts:
             raise NotRecordedError("the model draws random numbers")
         return graph
 
-    def _work(self, burst: Burst, rounds: int) -> None:
+    def _work(self, ways: Updates, burst: Burst, rounds: int, notes: Notes) -> None:
         """Makes rounds."""
-        ways, notes = self._way, self._notes
         lanes = self._kind.lanes(self._device, 1 + len(ways.lanes))
         for number in range(rounds):
             for inner, rate in enumerate(burst.rates[: burst.period]):
@@ -429,19 +443,19 @@ class RecordedBursts:
                 step = structs.replace(burst.step, learning_rate=rate) if ends else StepReplica(GRADIENT, REPLICA, rate)
                 ways.steps(lanes.do, notes, step, number * burst.period + inner)
             if burst.averages:
-                lanes.do(0, partial(self._average, burst, number), ways.lanes)
+                lanes.do(0, partial(self._average, ways, burst, number, notes), ways.lanes)
             if burst.averages and burst.elasticity is not None:
                 ways.approach(lanes.do, burst.elasticity)
         lanes.join()
         notes.number.add_(rounds)
         notes.samples.go_on(rounds)
 
-    def _average(self, burst: Burst, number: int) -> None:
+    def _average(self, ways: Updates, burst: Burst, number: int, notes: Notes) -> None:
         """Averages, steps the weights and notes a sample of them, in an update of the work."""
         owner, difference, weights = (self._first, *(self._first.buffer(name).vector for name in (DIFFERENCE, WEIGHTS)))
-        self._way.average([work.count for _, work in burst.learners])
-        owner.in_place().apply(difference, burst.weight_rates[0], self._notes.weight_rates_of(number))
-        self._notes.samples.take(weights, number)
+        ways.average([work.count for _, work in burst.learners])
+        owner.in_place().apply(difference, burst.weight_rates[0], notes.weight_rates_of(number))
+        notes.samples.take(weights, number)
 
 
 def _alike(burst: Burst) -> tuple[int, tuple[float, ...]]:

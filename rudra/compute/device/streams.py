@@ -21,9 +21,11 @@ class Pending(ABC):
 
     Attributes:
         threaded: Class attribute. Whether a thread of this process does the work. It may need the core of this thread.
+        gathers: Class attribute. Whether no device works, and only a request of another role can end the wait.
     """
 
     threaded: ClassVar[bool] = False
+    gathers: ClassVar[bool] = False
 
     @abstractmethod
     def done(self) -> bool:
