@@ -10,7 +10,7 @@ import pytest
 
 from rudra.cli.main import main
 from rudra.errors import ResultsError
-from rudra.files import check_output, written
+from rudra.files import cache_directory, check_output, written
 from rudra.studies import calibrate
 
 TINY = "--set=data.train_limit=32 --set=data.test_limit=16 --set=training.epochs=1 --set=model.name=mlp"
@@ -142,3 +142,15 @@ def test_a_full_disk_is_one_line() -> None:
     with pytest.raises(ResultsError) as raised, written(Path("/dev/full")) as file:
         file.write(bytes(100_000))
     assert str(raised.value) == "/dev/full: cannot write: No space left on device"
+
+
+def test_a_user_without_a_home_has_a_cache_that_is_empty_and_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", home)
+    place = cache_directory()
+    assert not (place / "a.toml").is_file()
+    with pytest.raises(OSError, match="Not a directory"):
+        place.mkdir(parents=True, exist_ok=True)
