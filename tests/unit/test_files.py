@@ -103,6 +103,27 @@ def test_an_existing_picture_is_left_alone_by_a_run(here: Path) -> None:
     assert Path("new.png").read_text() == "mine"
 
 
+@pytest.mark.parametrize("error", [ResultsError("new.png: cannot write: No space left on device"), TypeError("no\nfont")])
+def test_a_run_whose_picture_cannot_be_drawn_has_succeeded(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("rudra.report.plot.plot", fails)
+    assert main(COMMANDS["simulate"][0].split()) == 0
+    said = capsys.readouterr()
+    assert said.out.endswith("\nwrote new.h5\n")
+    assert "rudra: no picture: new.png: " in said.err
+
+
+def test_a_name_that_is_no_text_is_drawn(here: Path) -> None:
+    name = os.fsdecode(b"caf\xe9.h5")  # Latin-1 in a UTF-8 locale
+    Path("run.h5").rename(name)
+    assert main(["plot", name, "--output", "picture.png"]) == 0
+    assert Path("picture.png").stat().st_size > 0
+
+
 @pytest.mark.parametrize("name", ["plot", "timeline", "replay elsewhere", "report"])
 def test_a_command_that_fails_leaves_what_there_was(here: Path, name: str) -> None:
     line, files = COMMANDS[name]
