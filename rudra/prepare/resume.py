@@ -56,7 +56,7 @@ def resumable(given: Path, overrides: Sequence[str] = (), *, trust: bool = False
         for decisive_key, then in different.items():
             if f"{key}.".startswith(f"{decisive_key}."):
                 text = f"--set {override}: a resumed run cannot change this key, which was {then}"
-                raise ConfigError(f"{text}; {valid}")
+                raise ConfigError(f"{text}; {valid}; or begin another run: rudra run JOB --from {path} --carry state")
     if is_over(state, found):
         raise ConfigError(f"{given}: is finished; {onwards(state)}")
     return job, path, output

@@ -117,6 +117,13 @@ def test_resumable_without_checkpoint_says_which_file_is_missing(tmp_path: Path,
         resumable(tmp_path / given)
 
 
+def test_resumable_with_other_learners_says_how_another_run_begins_there(tmp_path: Path) -> None:
+    _, path = run(tmp_path)
+    said = f"; or begin another run: rudra run JOB --from {path.with_suffix('.ckpt')} --carry state"
+    with pytest.raises(ConfigError, match=f"{re.escape(said)}$"):
+        resumable(path, ["cluster.learners=2"])
+
+
 def test_what_may_change_does(tmp_path: Path) -> None:
     _, path = run(tmp_path)
     job, _, output = resumable(
