@@ -38,7 +38,9 @@ def resumable(given: Path, overrides: Sequence[str] = (), *, trust: bool = False
         RudraError: There is no complete checkpoint, a change has no effect or is not allowed, or the run is finished.
     """
     if given.suffix not in ("", ".h5", checkpoint.SUFFIX):
-        raise ConfigError(f"{given}: is no run; valid: a result file, FILE.h5, or a checkpoint, FILE{checkpoint.SUFFIX}")
+        raise ConfigError(
+            f"{given}: is no run; valid: a result file, FILE.h5, or a checkpoint, FILE{checkpoint.SUFFIX}"
+        )
     path = source(given)
     output = checkpoint.results_of(path)
     if given != path and not path.exists():

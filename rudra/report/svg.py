@@ -75,7 +75,7 @@ def save(sections: Sequence["Section"], directory: Path, *, force: bool) -> list
             save_figure(content, path)
             continue
         with written(path) as file:
-            file.write(content.csv().encode())
+            file.write(content.csv().encode(errors="backslashreplace"))
     return [path for path, _ in made]
 
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -103,7 +104,9 @@ def test_an_existing_picture_is_left_alone_by_a_run(here: Path) -> None:
     assert Path("new.png").read_text() == "mine"
 
 
-@pytest.mark.parametrize("error", [ResultsError("new.png: cannot write: No space left on device"), TypeError("no\nfont")])
+@pytest.mark.parametrize(
+    "error", [ResultsError("new.png: cannot write: No space left on device"), TypeError("no\nfont")]
+)
 def test_a_run_whose_picture_cannot_be_drawn_has_succeeded(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
 ) -> None:
@@ -117,11 +120,16 @@ def test_a_run_whose_picture_cannot_be_drawn_has_succeeded(
     assert "rudra: no picture: new.png: " in said.err
 
 
-def test_a_name_that_is_no_text_is_drawn(here: Path) -> None:
+def test_a_file_whose_name_is_no_text_is_drawn_and_reported(here: Path) -> None:
     name = os.fsdecode(b"caf\xe9.h5")  # Latin-1 in a UTF-8 locale
     Path("run.h5").rename(name)
+    Path("runs").mkdir()
+    shutil.copy(name, Path("runs", name))
+    shutil.copy(name, "runs/other.h5")  # of the same job, so that only their names tell the runs apart
     assert main(["plot", name, "--output", "picture.png"]) == 0
     assert Path("picture.png").stat().st_size > 0
+    assert main(["report", "runs", "--output", "page.html", "--figures", "figures"]) == 0
+    assert "caf\\udce9" in Path("page.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", ["plot", "timeline", "replay elsewhere", "report"])
