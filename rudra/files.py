@@ -18,8 +18,14 @@ DENSEST = 1100
 
 
 def cache_directory() -> Path:
-    """Returns the user's directory of measurements, which any of them may delete. It need not exist."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rudra"
+    """Returns the user's directory of measurements, which any of them may delete. It need not exist.
+
+    Without a home directory it is a place where nothing is found and nothing can be written.
+    """
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rudra"
+    except RuntimeError:  # no HOME, and no user with this number, as in some containers
+        return Path(os.devnull) / "rudra"
 
 
 def check_output(path: Path, force: bool) -> None:
@@ -58,6 +64,22 @@ def written(path: Path) -> Iterator[IO[bytes]]:
                 part.unlink(missing_ok=True)
 
 
+def make_directory(directory: Path, hint: str = "") -> None:
+    """Makes a directory if it is missing.
+
+    Args:
+        directory: the directory.
+        hint: end of the error.
+
+    Raises:
+        ResultsError: it cannot be made.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ResultsError(f"{directory}: cannot write there: {error.strerror}{hint}") from None
+
+
 @contextmanager
 def locked(directory: Path, what: str) -> Iterator[None]:
     """Makes a directory if it is missing, and locks it against others that use it.
@@ -69,8 +91,8 @@ def locked(directory: Path, what: str) -> Iterator[None]:
     Raises:
         ResultsError: it cannot be made or written, or another process uses it.
     """
+    make_directory(directory)
     try:
-        directory.mkdir(parents=True, exist_ok=True)
         file = (directory / ".lock").open("a+")
     except OSError as error:
         raise ResultsError(f"{directory}: cannot write there: {error.strerror}") from None

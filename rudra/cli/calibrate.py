@@ -4,7 +4,16 @@ import argparse
 import sys
 from pathlib import Path
 
-from rudra.cli.options import at_least, force_option, job_argument, numbers, search_beside, set_option, start_plainly
+from rudra.cli.options import (
+    at_least,
+    force_option,
+    job_argument,
+    numbers,
+    positive,
+    search_beside,
+    set_option,
+    start_plainly,
+)
 
 SUMMARY = "measure what a job's model costs on this machine"
 
@@ -42,7 +51,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="largest number of learners of a bank (learners_per_device). 1: no banks. Default: 8",
     )
     parser.add_argument(
-        "--seconds", type=float, metavar="S", help="seconds of computation for each measurement. Default: 2"
+        "--seconds", type=positive, metavar="S", help="seconds of computation for each measurement. Default: 2"
     )
     set_option(parser)
     force_option(parser, "FILE.toml")
@@ -60,9 +69,8 @@ def execute(arguments: argparse.Namespace) -> int:
     job = Job.load(arguments.job, arguments.overrides)
     output: Path = arguments.output or cost_files.measured_path(job)
     if arguments.output is None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-    else:
-        files.check_output(output, arguments.force)
+        files.make_directory(output.parent, "; give -o FILE.toml, and name the file in [simulation] costs")
+    files.check_output(output, arguments.force or arguments.output is None)
     text = calibrate.calibrate(
         job,
         learners=arguments.learners,

@@ -2,11 +2,12 @@
 
 import argparse
 import os
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rudra.cli.options import has, job_of
-from rudra.errors import EXIT_STOPPED
+from rudra.errors import EXIT_STOPPED, RudraError, one_line, printable
 
 if TYPE_CHECKING:
     from rudra.api import ProgressMode
@@ -43,7 +44,11 @@ def finished(arguments: argparse.Namespace, results: "Results", *, force: bool =
 
         picture = written[0].with_suffix(".png")
         if force or not os.path.lexists(picture):
-            plot(written, picture, force=force)
-            written.append(picture)
+            try:
+                plot(written, picture, force=force)
+                written.append(picture)
+            except Exception as error:  # the run has succeeded, whatever is wrong with matplotlib or the disk
+                text = str(error) if isinstance(error, RudraError) else f"{picture}: {one_line(error)}"
+                print(f"rudra: no picture: {printable(text)}", file=sys.stderr)
     print("wrote " + ", ".join(map(str, written)))
     return code

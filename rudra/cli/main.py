@@ -16,7 +16,7 @@ from difflib import get_close_matches
 from functools import partial
 from traceback import walk_tb
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rudra import cli, interrupts
 from rudra.errors import RudraError, RunError, meant, printable
@@ -181,7 +181,18 @@ class _Version(argparse.Action):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser that suggests a command for an unknown one: the closest spelling among commands and synonyms."""
+    """Parser that suggests a command for an unknown one: the closest spelling among commands and synonyms.
+
+    The parser of a command refuses options that it does not know. `argparse` would leave them to the parser of all
+    commands, which can neither show the command's usage nor suggest one of its options.
+    """
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, rest = super().parse_known_args(args, namespace)
+        if rest and self.prog != PROGRAM:
+            options = [option for action in self._actions for option in action.option_strings]
+            self.error(f"unrecognized arguments: {' '.join(rest)}{meant(rest[0].partition('=')[0], options)}")
+        return found, rest
 
     def error(self, message: str) -> NoReturn:
         if found := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)$", message):

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -91,7 +92,7 @@ def layer_options(parser: argparse.ArgumentParser, draw: str) -> None:
     parser.add_argument("-o", "--output", type=Path, metavar="PICTURE.png", help=f"{draw}: .png, .svg or .pdf")
     set_option(parser)
     force_option(parser, "PICTURE.png")
-    parser.add_argument("--seconds", type=float, metavar="S", help="seconds of computation. Default: 2")
+    parser.add_argument("--seconds", type=positive, metavar="S", help="seconds of computation. Default: 2")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -146,6 +147,17 @@ def at_least(least: int) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"must be a whole number >= {least}, not '{text}'")
         return int(text)
 
+    return number
+
+
+def positive(text: str) -> float:
+    """Returns a number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number > 0, not '{text}'")
     return number
 
 

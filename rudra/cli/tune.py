@@ -2,8 +2,10 @@
 
 import argparse
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
+from rudra import interrupts
 from rudra.cli.options import job_argument, numbers, overrides_of, set_option, start_plainly, trust_option
 from rudra.errors import EXIT_STOPPED, ConfigError
 
@@ -79,7 +81,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
     from rudra.job.job import Job
     from rudra.job.jobfiles import parsed
-    from rudra.mpi.launch import world_rank
+    from rudra.mpi.launch import world_rank, world_size
     from rudra.studies.sweep import parse_grid
     from rudra.tuning import space, tune
     from rudra.tuning.store import ProbeStore
@@ -109,7 +111,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if not arguments.plan:
         about |= {"mpi": arguments.mpi, "budget": arguments.budget, "strategy": arguments.strategy or tune.DEFAULT}
         about |= {"store": arguments.store or (directory / "probes" if clusters else None)}
-    reached, leads = True, world_rank() == 0
+    reached, leads, launched = True, world_rank() == 0, world_size() is not None
     for name, its in jobs.items():
         if name:
             print(f"cluster {name}:", flush=True)
@@ -118,7 +120,8 @@ def execute(arguments: argparse.Namespace) -> int:
             continue
         output = directory / name
         try:
-            answer = tune.tune(its, output=output, **about)
+            with nullcontext() if launched else interrupts.terminations():  # the ranks of a launcher handle it
+                answer = tune.tune(its, output=output, **about)
         except KeyboardInterrupt:
             if leads:
                 print(f"rudra: {job.name}: stopped; the same command continues from {directory}", file=sys.stderr)

@@ -76,7 +76,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     """
     text = ""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # editors of Windows begin a file with a mark
         return copy.deepcopy(_tables_of(text))
     except (OSError, ValueError) as error:  # also a number of more than 4,300 digits
         raise ConfigError(f"{path}: {_at_its_line(str(error), text)}") from None

@@ -10,7 +10,7 @@ from rudra.log import log
 from rudra.mpi.deadlock import LEFT_S, Standstill
 from rudra.mpi.doorbell import Doorbell
 from rudra.mpi.failures import SPEAKS_S, Losses, named_ranks, stopped_neighbours
-from rudra.mpi.patience import Patience
+from rudra.mpi.patience import TOO_LONG, Patience
 from rudra.roles.machine import listed
 from topologies import Plan
 
@@ -99,6 +99,7 @@ class Idleness:
             line = f"has waited {waited:.0f} s for {what}"
             if ends:
                 stopped = named_ranks(stopped_neighbours(self._comm.size))
+                line = f"{line}, {TOO_LONG}"
                 raise RunError(f"{line}; stopped by a signal: {stopped}" if stopped else line)
             log.warning(f"{plan.roles[role].title} {line}", extra={"role": plan.roles[role].name})
 

@@ -17,7 +17,7 @@ from rudra.job.tables import FaultToleranceTable
 from rudra.log import log, speak_as
 from rudra.mpi import failures
 from rudra.mpi.failures import SPEAKS_S, end_everybody
-from rudra.mpi.patience import Patience
+from rudra.mpi.patience import TOO_LONG, Patience
 from rudra.mpi.quiet import QuietComm, pause
 from rudra.mpi.relay import exit_line
 from rudra.prepare.start import StartDecision
@@ -114,7 +114,7 @@ class JobRanks:
             whom = ", ".join(map(self._title, sorted(stopped))) or "other ranks"
             text = f"{self.name} has waited {waited:.0f} s for {whom} {to}"
             if due == "end" and waited >= (tolerance.stall_limit_s or 0.0) + SPEAKS_S * min(place, 3):
-                raise RunError(text)
+                raise RunError(f"{text}, {TOO_LONG}")
             if due == "report" and place < 2:  # two ranks report, because one may itself keep the others waiting
                 log.warning(text)
 

@@ -30,6 +30,7 @@ from rudra.mpi.failures import ULFM, known, named_ranks
 from rudra.mpi.forkserver import fork_server
 from rudra.mpi.leftovers import remove_leftovers
 from rudra.mpi.mpirun import Mpirun
+from rudra.mpi.patience import TOO_LONG
 from rudra.mpi.rank_proxy import WORKER
 from rudra.mpi.relay import DIED
 from rudra.results.checkpoint import how_to_resume, path_of
@@ -244,7 +245,7 @@ def _outcome(run: Mpirun, status: int, job: Job, output: Path, *, complete: bool
         log.warning(f"{job.name}: after training, {how or 'mpirun failed'}; the results are complete: {output}")
         return LaunchOutcome(0)
     if run.stalled:
-        log.error(f"{job.name}: {run.stalled}, longer than fault_tolerance.stall_limit_s allows, and ended the run")
+        log.error(f"{job.name}: {run.stalled}, {TOO_LONG}, and ended the run")
         if path_of(output).is_file():
             log.error(f"{job.name}: {how_to_resume(output)}")
         return LaunchOutcome(EXIT_FAILED)

@@ -5,6 +5,9 @@ from typing import Literal
 PAUSE_S = 5.0
 """Longest gap between two checks of a running process: after a longer gap, the process or machine was paused."""
 
+TOO_LONG = "longer than fault_tolerance.stall_limit_s allows"
+"""End of the line about a wait that ends the run. Lines about shorter waits are the same without it."""
+
 
 class Patience:
     """The limits of one wait.

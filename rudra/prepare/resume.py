@@ -14,7 +14,6 @@ from rudra.results.identity import (
     RESUME_MAY_CHANGE,
     check_ranks_ran,
     compare,
-    finished,
     read_own,
     source,
     tables_of,
@@ -38,14 +37,14 @@ def resumable(given: Path, overrides: Sequence[str] = (), *, trust: bool = False
         TrustError: Another user's checkpoint names code.
         RudraError: There is no complete checkpoint, a change has no effect or is not allowed, or the run is finished.
     """
+    if given.suffix not in ("", ".h5", checkpoint.SUFFIX):
+        raise ConfigError(
+            f"{given}: is no run; valid: a result file, FILE.h5, or a checkpoint, FILE{checkpoint.SUFFIX}"
+        )
     path = source(given)
     output = checkpoint.results_of(path)
-    if given != path and not path.exists() and finished(given):
-        with open_results(given) as results:
-            simulated = results.attributes["driver"] == "simulation"
-        why = "its job wanted none" if simulated else "it was removed, or results.checkpoint_every = 'never'"
-        why += "" if simulated else "; a run without --output removes its own"
-        raise ConfigError(f"{given}: is finished and has no checkpoint ({why}); use training.warm_start")
+    if given != path and not path.exists():
+        raise _no_checkpoint(given)
     state = read_own(path)
     check_ranks_ran(path)
     job = job_of(state, overrides, trust=trust)
@@ -59,10 +58,25 @@ def resumable(given: Path, overrides: Sequence[str] = (), *, trust: bool = False
         for decisive_key, then in different.items():
             if f"{key}.".startswith(f"{decisive_key}."):
                 text = f"--set {override}: a resumed run cannot change this key, which was {then}"
-                raise ConfigError(f"{text}; {valid}")
+                raise ConfigError(f"{text}; {valid}; or begin another run: rudra run JOB --from {path} --carry state")
     if is_over(state, found):
         raise ConfigError(f"{given}: is finished; {onwards(state)}")
     return job, path, output
+
+
+def _no_checkpoint(given: Path) -> ConfigError:
+    """Returns the error about a result file without a checkpoint.
+
+    Raises:
+        ResultsError: There is no such result file, or it cannot be read.
+    """
+    with open_results(given) as results:
+        simulated, status = results.attributes["driver"] == "simulation", results.status
+    if status != "finished":
+        return ConfigError(f"{given}: has no checkpoint; if its run is not running any more, start it again")
+    why = "its job wanted none" if simulated else "it was removed, or results.checkpoint_every = 'never'"
+    why += "" if simulated else "; a run without --output removes its own"
+    return ConfigError(f"{given}: is finished and has no checkpoint ({why}); use training.warm_start")
 
 
 def job_of(state: SavedState, overrides: Sequence[str] = (), *, trust: bool = False) -> Job:

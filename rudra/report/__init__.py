@@ -46,7 +46,7 @@ def report(
     page = render(made)
     pictures = [] if figures is None else save(made, Path(figures), force=force)
     with written(output) as file:
-        file.write(page.encode())
+        file.write(page.encode(errors="backslashreplace"))  # names of files may be no text
     return [output, *pictures]
 
 

@@ -44,5 +44,5 @@ def _rendered(template: str, **values: Any) -> str:
 
 def _download(table: ReportTable) -> str:
     """Returns the table as a CSV link. The mark at the start makes spreadsheets read it as UTF-8."""
-    content = table.csv().encode("utf-8-sig")
+    content = table.csv().encode("utf-8-sig", "backslashreplace")  # names of files may be no text
     return "data:text/csv;charset=utf-8;base64," + base64.b64encode(content).decode()

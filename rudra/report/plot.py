@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rudra.errors import ConfigError
+from rudra.errors import ConfigError, printable
 from rudra.report.curves import overlay
 from rudra.report.over_updates import over_updates, staleness_histogram, staleness_law
 from rudra.report.panels import Figure, lines_of
@@ -45,7 +45,7 @@ def named(paths: Sequence[Path]) -> list[Run]:
     for path in paths:
         run = read(path)
         name = path.stem if unique else os.path.relpath(path.absolute().with_suffix(""), common)
-        label = f"{name} ({run.protocol}, λ = {run.learners}, μ = {run.minibatch_size})"
+        label = f"{printable(name)} ({run.protocol}, λ = {run.learners}, μ = {run.minibatch_size})"
         runs.append(replace(run, label=label if run.finished else f"{label}, {run.status}"))
     return runs
 

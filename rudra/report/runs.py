@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 
 from protocols import Protocol, rule_of
-from rudra.errors import ConfigError, ResultsError
+from rudra.errors import ConfigError, ResultsError, printable
 from rudra.explain.findings import expected_staleness
 from rudra.files import SWEEP_INDEX
 from rudra.job.tables import kinds_of
@@ -273,11 +273,11 @@ def _sweep(path: Path) -> Study:
 def _tolerant(path: Path) -> Run:
     """Reads a point of a sweep. A missing or damaged point is shown with this status."""
     if not os.path.isfile(path):
-        return Run(path, path.stem, "missing", "not run yet, or stopped before it began")
+        return Run(path, _short(path.stem), "missing", "not run yet, or stopped before it began")
     try:
         return read(path)
     except ResultsError as error:
-        return Run(path, path.stem, "unreadable", str(error).removeprefix(f"{path}: "))
+        return Run(path, _short(path.stem), "unreadable", str(error).removeprefix(f"{path}: "))
 
 
 def read(path: Path) -> Run:
@@ -397,5 +397,6 @@ def _last(values: Numbers) -> float | None:
 
 
 def _short(label: str) -> str:
-    """Shortens a name. The end of a long name is more informative than its beginning."""
+    """Makes a name printable and short. The end of a long name is more informative than its beginning."""
+    label = printable(label)
     return label if len(label) <= _LONGEST_LABEL else "…" + label[1 - _LONGEST_LABEL :]

@@ -49,7 +49,8 @@ def inline(figure: Figure, prefix: str, *, narrow: bool) -> str:
         text = text.replace(colour.lower(), f"var(--{name})")
     label = re.sub(r'[<>&"]', " ", " ".join((f"{figure.title}. {figure.caption}", *_missing(figure))))
     head = f'<svg role="img" aria-label="{label}" class="{"narrow" if narrow else "wide"}"'
-    return re.sub(r'<svg( (?:width|height)="[^"]*")*', head, re.sub(r' (width|height)="[\d.]+pt"', "", text), count=1)
+    text = re.sub(r' (width|height)="[\d.]+pt"', "", text)
+    return re.sub(r'<svg( (?:width|height)="[^"]*")*', lambda _: head, text, count=1)  # names may have a backslash
 
 
 def save(sections: Sequence["Section"], directory: Path, *, force: bool) -> list[Path]:
@@ -75,7 +76,7 @@ def save(sections: Sequence["Section"], directory: Path, *, force: bool) -> list
             save_figure(content, path)
             continue
         with written(path) as file:
-            file.write(content.csv().encode())
+            file.write(content.csv().encode(errors="backslashreplace"))
     return [path for path, _ in made]
 
 

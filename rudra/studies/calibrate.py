@@ -27,6 +27,7 @@ from rudra.core.actions import Accumulate, Compute, Copy, Correct, Evaluate
 from rudra.core.buffer_names import GRADIENT, SNAPSHOT, WEIGHTS
 from rudra.core.messages import Rows
 from rudra.core.wire import tensor_bytes
+from rudra.data.load import load
 from rudra.errors import EXIT_STOPPED, ConfigError, RunError
 from rudra.job.job import Job
 from rudra.job.tables import BANK_KEYS, AveragingTable, ClusterTable, HogbatchTable
@@ -151,7 +152,8 @@ def calibrate(
     Args:
         job: job that defines model, data and optimiser. Its protocol does not matter.
         learners: number of learners that compute at once in the runs with several learners.
-        sizes: values of μ to measure, by default a quarter of the job's, the job's, and four times the job's.
+        sizes: values of μ to measure, by default a quarter of the job's, the job's, and four times the job's, or as
+            many as the training set has.
         bank: largest number of learners of a bank to measure. 1: banks are not measured.
         seconds: computing time of each run, by default `SECONDS`.
         show: show a progress bar.
@@ -165,9 +167,11 @@ def calibrate(
         KeyboardInterrupt: a run was stopped.
     """
     own = job.training.minibatch_size
-    sizes = sorted(set(sizes or (max(1, own // 4), own, own * 4)))
     threads = job.cluster.threads_per_rank or max(1, cores() // learners)
     form, job = job.cluster, _timed(job).resolved(learners=1, threads_per_rank=threads)
+    info = load(job.data, train=False, test=False, seed=job.training.seed, ignored=job.task.ignored).info
+    sizes = sorted(set(sizes or (max(1, own // 4), own, max(own, min(own * 4, info.training_samples)))))
+    job.with_(training={"minibatch_size": sizes[-1]}).check_samples(info.training_samples)
     cases = [(size, count) for size in sizes for count in sorted({1, learners})]
     with tqdm(total=1 + len(cases), desc="calibrating: one process", disable=not show, leave=False) as bar:
         alone = measure_alone(job, sizes)
@@ -282,7 +286,6 @@ def measure_alone(job: Job, sizes: Sequence[int]) -> Alone:
     from rudra.compute.learners import LearnerExecutor, StatisticsExecutor
     from rudra.compute.making import make_executors
     from rudra.compute.owners import OwnerExecutor
-    from rudra.data.load import load
     from rudra.prepare.resolve import settle
 
     device = virtual(job.cluster.device, window=job.hogbatch.shares_weights)

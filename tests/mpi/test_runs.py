@@ -91,6 +91,7 @@ def test_a_rank_that_hangs_is_named_and_ends_the_run_when_the_job_says_so(tmp_pa
     returned, _, err = finish(start("run", job, "--output", str(tmp_path / "out.h5")))
     assert returned == 1, err
     assert re.search(r"has waited \d+ s for a gradient from .*learner 1", err)
+    assert len(re.findall(r"has waited \d+ s for .*, longer than fault_tolerance\.stall_limit_s allows", err)) == 1
     assert "for the parameter server to answer its pull" in err
 
 

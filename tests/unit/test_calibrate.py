@@ -16,7 +16,7 @@ from rudra.core.wire import tail_bytes
 from rudra.errors import ConfigError, RunError
 from rudra.job.job import Job
 from rudra.machine import cores
-from rudra.prepare import bank_size
+from rudra.prepare import bank_size, cost_files
 from rudra.simulation.predict import Outline, outline, predict
 from rudra.studies import calibrate
 from rudra.studies.bank_costs import BankCosts, measure_banks
@@ -197,6 +197,43 @@ def test_a_file_that_exists_or_cannot_be_is_refused_before_anything_runs(
     for output, text in ((path, "exists; give another name or --force"), (tmp_path / "a" / "b.toml", "does not exist")):
         assert main(["calibrate", "digits", "-o", str(output)]) == 2
         assert text in capsys.readouterr().err
+
+
+def test_a_directory_of_costs_that_cannot_be_written_is_refused_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(cost_files, "MEASURED", tmp_path / "file" / "rudra")
+    monkeypatch.setattr(calibrate, "calibrate", lambda *_, **__: pytest.fail("it measures"))
+    assert main(["calibrate", "digits"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"rudra: {tmp_path / 'file' / 'rudra'}: cannot write there: Not a directory; give -o ")
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "many"])
+@pytest.mark.parametrize("command", ["calibrate", "profile", "place"])
+def test_seconds_of_a_measurement_are_above_zero(
+    command: str, seconds: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "digits", "--seconds", seconds])
+    assert ended.value.code == 2
+    assert f"argument --seconds: must be a number > 0, not '{seconds}'" in capsys.readouterr().err
+
+
+def test_calibrate_measures_no_more_samples_than_the_training_set_has() -> None:
+    job = Job(model={"name": "mlp"}, data={"name": "digits", "train_limit": 64}, training={"minibatch_size": 32})
+    measured: list[int] = []
+
+    def execute(runs: calibrate.Runs) -> int:
+        measured.extend(each.training.minibatch_size for each, _ in runs)
+        return 1
+
+    with pytest.raises(RunError):
+        calibrate.calibrate(job, learners=1, bank=1, seconds=0.01, show=False, execute=execute)
+    assert measured == [8, 32, 64]
+    with pytest.raises(ConfigError, match=r"minibatch_size = 65 \(μ\) exceeds the training set; use 1 to 64"):
+        calibrate.calibrate(job, sizes=[8, 65], show=False, execute=execute)
 
 
 @pytest.mark.parametrize(("code", "error"), [(3, KeyboardInterrupt), (1, RunError)])

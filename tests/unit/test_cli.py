@@ -119,6 +119,39 @@ def test_an_unknown_command_is_answered_with_the_nearest_one(
     assert capsys.readouterr().err.endswith(f"rudra: error: there is no command '{word}'; {said}\n")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("run digits --ouput x.h5", "rudra run: error: unrecognized arguments: --ouput x.h5; did you mean --output?"),
+        ("run digits --outptu=x.h5", "rudra run: error: unrecognized arguments: --outptu=x.h5; did you mean --output?"),
+        ("show a.h5 b.h5", "rudra show: error: unrecognized arguments: b.h5"),
+    ],
+)
+def test_an_unknown_option_shows_the_usage_of_the_command(
+    arguments: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments.split())
+    assert ended.value.code == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"usage: {said.partition(':')[0]} [-h]")
+    assert printed.endswith(f"{said}\n")
+
+
+def test_a_search_that_is_told_to_end_stops_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told_to_end(*_: object, **__: object) -> None:
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL, "the signal would end this process at once"
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr("rudra.tuning.tune.tune", told_to_end)
+    assert main(["tune", "digits", "--target", "accuracy >= 0.9", "-o", str(tmp_path)]) == 3
+    said = f"rudra: digits: stopped; the same command continues from {tmp_path}\n"
+    assert capsys.readouterr().err == said
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
 def test_synonyms_stand_for_commands_and_are_no_commands_themselves() -> None:
     words = [word for synonyms in SYNONYMS.values() for word in synonyms]
     assert set(SYNONYMS) - {"--help", "--version"} <= set(names())

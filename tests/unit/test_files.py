@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from rudra.cli.main import main
 from rudra.errors import ResultsError
-from rudra.files import check_output, written
+from rudra.files import cache_directory, check_output, written
 from rudra.studies import calibrate
 from tests.unit.report_files import without_layout
 
@@ -105,6 +106,34 @@ def test_an_existing_picture_is_left_alone_by_a_run(here: Path) -> None:
     assert Path("new.png").read_text() == "mine"
 
 
+@pytest.mark.parametrize(
+    "error", [ResultsError("new.png: cannot write: No space left on device"), TypeError("no\nfont")]
+)
+def test_a_run_whose_picture_cannot_be_drawn_has_succeeded(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("rudra.report.plot.plot", fails)
+    assert main(COMMANDS["simulate"][0].split()) == 0
+    said = capsys.readouterr()
+    assert said.out.endswith("\nwrote new.h5\n")
+    assert "rudra: no picture: new.png: " in said.err
+
+
+def test_a_file_whose_name_is_no_text_is_drawn_and_reported(here: Path) -> None:
+    name = os.fsdecode(b"caf\xe9.h5")  # Latin-1 in a UTF-8 locale
+    Path("run.h5").rename(name)
+    Path("runs").mkdir()
+    shutil.copy(name, Path("runs", name))
+    shutil.copy(name, "runs/other.h5")  # of the same job, so that only their names tell the runs apart
+    assert main(["plot", name, "--output", "picture.png"]) == 0
+    assert Path("picture.png").stat().st_size > 0
+    assert main(["report", "runs", "--output", "page.html", "--figures", "figures"]) == 0
+    assert "caf\\udce9" in Path("page.html").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("name", ["plot", "timeline", "replay elsewhere", "report"])
 def test_a_command_that_fails_leaves_what_there_was(here: Path, name: str) -> None:
     line, files = COMMANDS[name]
@@ -144,3 +173,15 @@ def test_a_full_disk_is_one_line() -> None:
     with pytest.raises(ResultsError) as raised, written(Path("/dev/full")) as file:
         file.write(bytes(100_000))
     assert str(raised.value) == "/dev/full: cannot write: No space left on device"
+
+
+def test_a_user_without_a_home_has_a_cache_that_is_empty_and_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", home)
+    place = cache_directory()
+    assert not (place / "a.toml").is_file()
+    with pytest.raises(OSError, match="Not a directory"):
+        place.mkdir(parents=True, exist_ok=True)

@@ -409,6 +409,12 @@ def test_a_mistake_in_an_override(tmp_path: Path, override: str, text: str) -> N
     assert str(error.value) == text.format(file=file)
 
 
+def test_a_job_file_may_begin_with_the_mark_of_an_editor(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text("[training]\nepochs = 3\n", encoding="utf-8-sig")
+    assert Job.load(file).training.epochs == 3
+
+
 @pytest.mark.parametrize(
     ("content", "text"),
     [

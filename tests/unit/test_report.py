@@ -791,3 +791,10 @@ def test_lines_of_one_name_are_told_apart_by_what_does_not_follow_from_it(tmp_pa
         *("hardsync, μ = 4, λ = 2, α0 = 0.01", "hardsync, μ = 4, λ = 2, α0 = 0.02"),
         *("hardsync, μ = 4, λ = 4, α0 = 0.01", "hardsync, μ = 4, λ = 4, α0 = 0.02"),
     ]
+
+
+def test_a_name_with_a_backslash_is_part_of_a_figure(tmp_path: Path) -> None:
+    write_point(tmp_path / "one.h5", protocol="hardsync", n=None, mu=4, lam=2)
+    (study,) = collect([tmp_path])
+    made = dataclasses.replace(figures(study, study.known)[0], left_out={"Not finished": [r"caf\udce9"]})
+    assert r"Not finished: caf\udce9" in inline(made, "x", narrow=False)

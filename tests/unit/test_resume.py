@@ -99,6 +99,31 @@ def test_what_would_change_nothing_or_too_much_is_refused(tmp_path: Path, overri
         resumable(path, [override])
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("run.toml", "run.toml: is no run; valid: a result file, FILE.h5, or a checkpoint, FILE.ckpt"),
+        ("nope.h5", "nope.h5: no such result file"),
+        ("nope.ckpt", "nope.ckpt: no such checkpoint"),
+        ("run.h5", "run.h5: has no checkpoint; if its run is not running any more, start it again"),
+        ("reserved.h5", "reserved.h5: is empty: its run has not created it yet"),
+    ],
+)
+def test_resumable_without_checkpoint_says_which_file_is_missing(tmp_path: Path, given: str, said: str) -> None:
+    _, path = run(tmp_path, finished=False)
+    path.with_suffix(".ckpt").unlink()
+    (tmp_path / "reserved.h5").touch()
+    with pytest.raises(RudraError, match=f"^{re.escape(str(tmp_path / said))}"):
+        resumable(tmp_path / given)
+
+
+def test_resumable_with_other_learners_says_how_another_run_begins_there(tmp_path: Path) -> None:
+    _, path = run(tmp_path)
+    said = f"; or begin another run: rudra run JOB --from {path.with_suffix('.ckpt')} --carry state"
+    with pytest.raises(ConfigError, match=f"{re.escape(said)}$"):
+        resumable(path, ["cluster.learners=2"])
+
+
 def test_what_may_change_does(tmp_path: Path) -> None:
     _, path = run(tmp_path)
     job, _, output = resumable(
