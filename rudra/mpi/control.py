@@ -1,5 +1,7 @@
 """Receiving of control messages."""
 
+from collections.abc import Iterable, Iterator
+
 from mpi4py import MPI
 
 from rudra.core.messages import Message
@@ -22,10 +24,14 @@ class ControlRing:
         for request in self._requests:
             request.Start()
 
+    @property
+    def next(self) -> MPI.Prequest:
+        """The receive of the next message. Receives match in the order of posting, so only the oldest can be next."""
+        return self._requests[self._head]
+
     def take(self) -> tuple[int, Message] | None:
         """Returns the next message and its sender's generation: how often the sender had regrouped."""
-        # Receives match in the order of posting, so only the oldest can be next.
-        request = self._requests[self._head]
+        request = self.next
         if outcome(request) != "done":
             return None
         data = self._buffers[self._head]
@@ -39,3 +45,44 @@ class ControlRing:
             request.Cancel()
             losses.wait(request)
             request.Free()
+
+
+class ControlRings:
+    """Rings of all roles of a rank. A rank may have many roles, so MPI tests their receives together.
+
+    Args:
+        comm: communicator of all ranks.
+        roles: ids of the roles of this rank, which receive messages from other ranks.
+    """
+
+    def __init__(self, comm: MPI.Comm, roles: Iterable[int]) -> None:
+        self._roles = [*roles] if comm.size > 1 else []
+        self._rings = [ControlRing(comm, role) for role in self._roles]
+        self._next = [ring.next for ring in self._rings]
+        self._together = True
+
+    def take(self) -> Iterator[tuple[int, int, Message]]:
+        """Yields the messages that have arrived: receiver, sender's generation, message."""
+        while self._together and self._rings:
+            try:
+                place, found = MPI.Request.Testany(self._next)
+            except MPI.Exception:  # a rank has died, and the error is of one receive
+                self._together = False
+                break
+            if not found:
+                return
+            yield from self._taken(place)
+        for place in range(len(self._rings)):
+            yield from self._taken(place)
+
+    def _taken(self, place: int) -> Iterator[tuple[int, int, Message]]:
+        """Yields the messages of one role."""
+        ring = self._rings[place]
+        while (message := ring.take()) is not None:
+            yield self._roles[place], *message
+        self._next[place] = ring.next
+
+    def close(self, losses: Losses) -> None:
+        """Cancels all posted receives."""
+        for ring in self._rings:
+            ring.close(losses)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from mpi4py import MPI
 
 from rudra.core.messages import Message
-from rudra.mpi.control import ControlRing
+from rudra.mpi.control import ControlRings
 from rudra.mpi.doorbell import Doorbell
 from rudra.mpi.failures import Losses, outcome
 
@@ -34,7 +34,7 @@ class ControlMessages:
         self._to_ring: set[int] = set()
         self._own: deque[tuple[int, int, Message]] = deque()
         self._sending: deque[tuple[MPI.Request, bytes]] = deque()
-        self._rings = {role: ControlRing(comm, role) for role in roles}
+        self._rings = ControlRings(comm, roles)
 
     def tell(self, data: bytes, to: int, tag: int) -> None:
         """Sends a small message to a rank."""
@@ -67,9 +67,7 @@ class ControlMessages:
         """Yields the messages that have arrived: receiver, sender's generation, message."""
         while self._own:
             yield self._own.popleft()
-        for role, ring in self._rings.items():
-            while (found := ring.take()) is not None:
-                yield role, *found
+        yield from self._rings.take()
 
     def poll(self) -> None:
         """Releases the memory of messages that have been sent."""
@@ -83,6 +81,6 @@ class ControlMessages:
 
     def close(self, losses: Losses) -> None:
         """Cancels all posted receives and closes the doorbell."""
-        for ring in self._rings.values() if not losses.dead else ():
-            ring.close(losses)
+        if not losses.dead:
+            self._rings.close(losses)
         self.doorbell.close()
