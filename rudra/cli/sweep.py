@@ -4,7 +4,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from rudra import interrupts
 from rudra.cli.options import job_options, overrides_of, start_plainly
+from rudra.errors import EXIT_STOPPED
 
 SUMMARY = "run all combinations of values, or the study of a job"
 
@@ -63,7 +65,12 @@ def execute(arguments: argparse.Namespace) -> int:
         done = study.finished(directory, force=arguments.force)
         study.write_index(directory)
         mode: pool.Mode = "quiet" if arguments.quiet else "bar" if sys.stderr.isatty() else "lines"
-        failures = pool.run(study, directory, done, workers=workers, mode=mode)
+        try:
+            with interrupts.terminations():
+                failures = pool.run(study, directory, done, workers=workers, mode=mode)
+        except KeyboardInterrupt:
+            print(f"rudra: {study.name}: stopped; the same command continues from {directory}", file=sys.stderr)
+            return EXIT_STOPPED
     if arguments.quiet:
         print(directory)
     else:

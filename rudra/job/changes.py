@@ -73,9 +73,6 @@ class JobChange(Table):
     def _may_change(cls, value: Any) -> Any:
         if not isinstance(value, Mapping):
             return value
-        when = [key for key in ("at_epoch", "at_update") if value.get(key) is not None]
-        if len(when) != 1:
-            raise ValueError(f"has {' and '.join(when) or 'no at_epoch'}; use one of at_epoch and at_update")
         tables = {table: keys for table, keys in value.items() if table not in ("at_epoch", "at_update")}
         for table, keys in tables.items():
             for key in keys if isinstance(keys, Mapping) else [None]:
@@ -87,6 +84,9 @@ class JobChange(Table):
                 if name.startswith(f"{table}.") and name.removeprefix(f"{table}.").partition(".")[0] not in may_change:
                     valid = ", ".join(f"{table}.{key}" for key in may_change)
                     raise ValueError(f"{name} cannot change; use {valid}")
+        when = [key for key in ("at_epoch", "at_update") if value.get(key) is not None]
+        if len(when) != 1:
+            raise ValueError(f"has {' and '.join(when) or 'no at_epoch'}; use one of at_epoch and at_update")
         if not any(tables.values()):
             raise ValueError(f"changes no key; use {VALID}")
         return value

@@ -136,6 +136,7 @@ FASTER = {"optimizer": {"learning_rate": 0.5}}
         ([{"at_epoch": 1, "topology": {"name": "adv"}}], {}, "topology.name cannot change; use protocol.name, "),
         ([{"at_epoch": 1, "protocol": "async"}], {}, "[changes] 0 protocol cannot change; use protocol.name, "),
         ([{"at_epoch": 1}], {}, "[changes] 0 changes no key; use protocol.name, protocol.n, "),
+        ([{"epoch": 2, "protocol": {"n": 1}}], {}, "[changes] 0 epoch cannot change; use protocol.name, "),
         ([{"protocol": {"n": 1}}], {}, "[changes] 0 has no at_epoch; use one of at_epoch and at_update"),
         (
             [{"at_epoch": 1, "at_update": 3, "protocol": {"n": 1}}],

@@ -138,15 +138,22 @@ def test_an_unknown_option_shows_the_usage_of_the_command(
     assert printed.endswith(f"{said}\n")
 
 
-def test_a_search_that_is_told_to_end_stops_in_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("command", "work"),
+    [
+        ("tune digits --target accuracy>=0.9", "rudra.tuning.tune.tune"),
+        ("sweep digits --grid protocol.n=1,2", "rudra.studies.pool.run"),
+    ],
+)
+def test_a_study_that_is_told_to_end_stops_in_order(
+    command: str, work: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def told_to_end(*_: object, **__: object) -> None:
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL, "the signal would end this process at once"
         signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr("rudra.tuning.tune.tune", told_to_end)
-    assert main(["tune", "digits", "--target", "accuracy >= 0.9", "-o", str(tmp_path)]) == 3
+    monkeypatch.setattr(work, told_to_end)
+    assert main([*command.split(), "-o", str(tmp_path)]) == 3
     said = f"rudra: digits: stopped; the same command continues from {tmp_path}\n"
     assert capsys.readouterr().err == said
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -402,12 +402,15 @@ def gone(pids: list[int]) -> bool:
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_the_workers_and_keeps_what_is_finished(stuck: "subprocess.Popen[str]", here: Path) -> None:
+@pytest.mark.parametrize("told", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_workers_and_keeps_what_is_finished(
+    told: signal.Signals, stuck: "subprocess.Popen[str]", here: Path
+) -> None:
     workers = workers_of(stuck.pid)
     assert workers
-    os.killpg(stuck.pid, signal.SIGINT)  # as a terminal does
+    os.killpg(stuck.pid, told)  # as a terminal and SLURM do
     _, err = stuck.communicate(timeout=120)  # the point would take longer
-    assert (stuck.returncode, err) == (1, "rudra: interrupted\n")
+    assert (stuck.returncode, err) == (3, "rudra: fragile: stopped; the same command continues from out\n")
     assert gone(workers)
     assert statuses(here / "out") == {"fault=none": "finished"}
 
