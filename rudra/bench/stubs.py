@@ -114,7 +114,7 @@ def drive(
     from mpi4py import MPI
 
     from rudra.mpi.arena import Arena
-    from rudra.mpi.bucket_rule import BucketRule
+    from rudra.mpi.bucket_rule import BucketRule, nodes_of
     from rudra.mpi.driver import Rank
 
     account = Account()
@@ -139,7 +139,7 @@ def drive(
         arena=arena,
         job=job,
         places=places,
-        bucket_rule=lambda plan: BucketRule(job, plan, [places[each.world_rank] for each in plan.roles], 0, False),
+        bucket_rule=lambda plan: BucketRule(job, plan, nodes_of(plan, places), 0, False),
     ).run()
     arena.close()
     del machines, executor, arena

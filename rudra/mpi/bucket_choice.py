@@ -12,6 +12,7 @@ from rudra.core.bucket_rules import pairs_of_nodes, passes_early, pulling
 from rudra.core.buckets import LEAST_COPIED, NetworkSpeed, auto_size, copied
 from rudra.core.phases import Phases
 from rudra.job.job import Job
+from rudra.mpi.bucket_rule import nodes_of
 from rudra.mpi.job_ranks import JobRanks
 from rudra.mpi.network_test import in_turns, measure, worst
 from rudra.results.recorder import about_buckets
@@ -37,13 +38,13 @@ class BucketChoice:
         # Speed between nodes if it is needed, and whether forward passes after averages may begin early.
         self._network: tuple[NetworkSpeed | None, float] = None, 0.0
 
-    def _nodes(self, plan: Plan) -> list[int]:
-        """Node of every role."""
-        return [self._places[role.world_rank] for role in plan.roles]
-
     def test_network(self, phases: Phases) -> None:
         """Measures the network between the nodes that exchange gradients, if this decides the size of buckets."""
-        pairs = {pair for phase in phases for pair in pairs_of_nodes(phase.job, phase.plan, self._nodes(phase.plan))}
+        pairs = {
+            pair
+            for phase in phases
+            for pair in pairs_of_nodes(phase.job, phase.plan, nodes_of(phase.plan, self._places))
+        }
         self._pairs = in_turns(pairs, self._places)
         self._network = measure(self._ranks, self._pairs), 0.0
 
@@ -66,7 +67,7 @@ class BucketChoice:
     def try_to_pull(self, phases: Phases, executors: Mapping[int, Executor]) -> None:
         """Finds out whether MPI and the learners' model let weights come in buckets, if the job does."""
         if any(
-            pulling(phase.job, phase.plan, self._nodes(phase.plan), owner)
+            pulling(phase.job, phase.plan, nodes_of(phase.plan, self._places), owner)
             for phase in phases
             for owner in range(len(phase.plan.roles))
         ):

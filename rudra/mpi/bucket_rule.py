@@ -8,6 +8,11 @@ from rudra.job.job import Job
 from topologies import Plan
 
 
+def nodes_of(plan: Plan, places: Sequence[int]) -> list[int]:
+    """Returns the node of every role. `places` has the first rank of the node of every rank."""
+    return [places[role.world_rank] for role in plan.roles]
+
+
 @dataclass(frozen=True, slots=True)
 class BucketRule:
     """Rule that says which gradients and weights travel in buckets, the same on all ranks.

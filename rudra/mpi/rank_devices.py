@@ -15,6 +15,7 @@ from rudra.job.job import Job
 from rudra.job.transports import IN_MAIN_MEMORY, Transport, Transports, lends, on_devices, slots_of
 from rudra.log import log
 from rudra.mpi.arena import Arena
+from rudra.mpi.bucket_rule import nodes_of
 from rudra.mpi.device_arena import DeviceArena
 from rudra.mpi.job_ranks import JobRanks
 from rudra.mpi.quiet import QuietComm
@@ -56,7 +57,7 @@ class RankDevices:
     @property
     def _nodes(self) -> list[int]:
         """Node of every role."""
-        return [self._places[role.world_rank] for role in self._plan.roles]
+        return nodes_of(self._plan, self._places)
 
     @property
     def on_devices(self) -> frozenset[int]:

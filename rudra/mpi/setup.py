@@ -38,7 +38,7 @@ from rudra.log import log
 from rudra.memory import give_back_freed_memory, keep_freed_memory
 from rudra.mpi.arena import Arena
 from rudra.mpi.bucket_choice import BucketChoice
-from rudra.mpi.bucket_rule import BucketRule
+from rudra.mpi.bucket_rule import BucketRule, nodes_of
 from rudra.mpi.job_ranks import JobRanks
 from rudra.mpi.libraries import Library, library_of
 from rudra.mpi.node_data import NodeData
@@ -266,7 +266,7 @@ class RankSetup:
         give_back_freed_memory()  # memory from building the model
         if self.job.training.compile and self.keeps_results:
             log.info(f"{self.job.name}: compiling the gradient's code")
-        node = [self.places[role.world_rank] for role in self.plan.roles]
+        node = nodes_of(self.plan, self.places)
         for role, executor in self.executors.items():
             executor.prepare()
             overlaps = self.plan.traits(role).overlaps or (self.plan.overlapped and role == self.plan.server)
@@ -353,7 +353,7 @@ class RankSetup:
 
     def bucket_rule(self, plan: Plan) -> BucketRule:
         """Returns the rule of buckets for a plan."""
-        node = [self.places[role.world_rank] for role in plan.roles]
+        node = nodes_of(plan, self.places)
         return BucketRule(self.job, plan, node, self.buckets.auto, self.buckets.pulls, self.devices.whole)
 
     def make_machine(self, role: int, plan: Plan, position: TrainingState) -> Machine:
