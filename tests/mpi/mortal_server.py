@@ -4,34 +4,40 @@ import os
 import signal
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 
-def launch_with_mortal_server(sends: int) -> None:
-    """Lets the server of the first launch die when it has sent a part of the weights of this send."""
+def launch_with_mortal_server(output: str) -> None:
+    """Lets the server of the first launch die in the middle of weights that it sends after its first checkpoint."""
     from rudra.mpi import launch
 
-    plain, fates = launch.launch, [sends]
+    plain, fates = launch.launch, [True]
 
     def launched(*about: Any, payload: dict[str, Any], **more: Any) -> Any:
-        return plain(*about, payload=partial(run_mortal, fates.pop() if fates else -1, payload), **more)
+        run = partial(run_mortal, Path(output).with_suffix(".ckpt")) if fates and fates.pop() else run_ranks
+        return plain(*about, payload=partial(run, payload), **more)
 
     launch.launch = launched
 
 
-def run_mortal(sends: int, payload: dict[str, Any]) -> int:
-    from rudra.mpi.pull_buckets import WeightBuckets
-    from rudra.mpi.session import run_ranks
+def run_ranks(payload: dict[str, Any]) -> int:
+    from rudra.mpi import session
 
-    plain, left = WeightBuckets.pieces, [sends]
+    return session.run_ranks(**payload)[0]
+
+
+def run_mortal(checkpoint: Path, payload: dict[str, Any]) -> int:
+    from rudra.mpi.pull_buckets import WeightBuckets
+
+    plain = WeightBuckets.pieces
 
     def pieces(*about: Any) -> Any:
         found = plain(*about)
-        left[0] -= bool(found)
-        return DeadlyPieces(found) if found and not left[0] else found
+        return DeadlyPieces(found) if found and checkpoint.exists() else found
 
     WeightBuckets.pieces = pieces  # type: ignore[method-assign]
-    return run_ranks(**payload)[0]
+    return run_ranks(payload)
 
 
 class DeadlyPieces(list[Any]):

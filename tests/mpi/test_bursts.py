@@ -254,14 +254,14 @@ bank = "loop"
 [results]
 flush_s = 0.1
 report_s = 0.05
-checkpoint_every = "100 updates"
+checkpoint_every = "{every} updates"
 """
 
 
 def job_text(epochs: int, rate: float, ranks: int = 1) -> str:
     """Text of a job with this number of ranks with learners. On two ranks its bursts have local steps."""
-    period, alone = (1, "true") if ranks == 1 else (5, "false")
-    return JOB.format(epochs=epochs, rate=rate, period=period, each=4 // ranks, alone=alone)
+    period, alone, every = (1, "true", 100) if ranks == 1 else (5, "false", 20)
+    return JOB.format(epochs=epochs, rate=rate, period=period, each=4 // ranks, alone=alone, every=every)
 
 
 @pytest.mark.parametrize(("ranks", "update"), [(1, 100), (2, 20)])

@@ -77,7 +77,7 @@ def test_a_server_that_dies_between_two_buckets_leaves_nothing_half_done(tmp_pat
     """A forward pass waits for its weights then. The run continues from its last checkpoint."""
     tables = {"results": 'checkpoint_every = "5 updates"', "fault_tolerance": "restarts = 1"}
     job, output = short_job(tmp_path, "softsync", **tables), tmp_path / "out.h5"
-    before = "import mortal_server; mortal_server.launch_with_mortal_server(30)"  # of 40 to 120
+    before = f"import mortal_server; mortal_server.launch_with_mortal_server({str(output)!r})"
     more = ["--set", "cluster.node_memory=false", "--set", "cluster.buckets=0.001"]
     code, _, err = finish(start("run", job, "--output", output, *more, before=before))
     assert code == 0, err
