@@ -1,10 +1,14 @@
-"""Bursts: what the records of a bank ask of its device, and what it answers (`rudra.roles.bursts`)."""
+"""Bursts: what the records of a bank ask of its device, and what it answers (`rudra.roles.bursts`).
+
+Learners in lockstep (`rudra.mpi.lockstep`) ask for one action of all of them, and get its events at once.
+"""
 
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
 from rudra.core.actions import StepReplica
+from rudra.core.events import Event
 from rudra.core.work import Work
 
 MOST_ROUNDS = 64
@@ -82,3 +86,13 @@ class BurstMade(Struct, frozen=True, gc=False):
         some = slice(rounds)
         figures = self.losses[some], self.errors[some], self.distances[some], self.digests[some]
         return BurstMade(self.burst, *figures, self.gradient_s, self.step_s, self.average_s)
+
+
+class BankDone(Struct, frozen=True, gc=False):
+    """End of an action of all learners of a rank.
+
+    Attributes:
+        events: Event of each learner, in learner order.
+    """
+
+    events: tuple[Event, ...]

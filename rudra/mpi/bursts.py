@@ -3,10 +3,13 @@
 The learners ask for their mini-batches as usual. The rank holds these requests back until all its learners have made
 one. Then it makes a burst (`rudra.compute.bank.bursts`), as long as no learner gets an event. An event for a learner
 ends the burst after the round under way, and wakes all of them up.
+
+Mini-batches whose average needs other ranks are not in a burst. The learners make them in lockstep
+(`rudra.mpi.lockstep`).
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from rudra.compute.bank.bursts import BankBursts
 from rudra.compute.bank.recorded import AHEAD, Made
@@ -14,9 +17,10 @@ from rudra.compute.device.streams import Pending
 from rudra.compute.executor import Executor
 from rudra.compute.replicas import AveragerExecutor
 from rudra.core.actions import Action, Compute
-from rudra.core.bursts import BurstMade
+from rudra.core.bursts import BankDone, BurstMade
 from rudra.core.events import Event
 from rudra.job.job import Job
+from rudra.mpi.lockstep import Lockstep
 from rudra.probe import probed
 from rudra.roles import Machine
 from rudra.roles.averaging import Averager
@@ -43,6 +47,7 @@ class Bursts:
         begin: Begins long work of a role.
         events: Events that wait for roles.
         clock: Returns the seconds on the driver's clock.
+        lockstep: Lockstep of the learners. None: they are asked for each mini-batch that is not in a burst.
 
     Attributes:
         learners: Roles of this rank that take part in the run.
@@ -59,7 +64,9 @@ class Bursts:
         begin: Callable[[int, Iterator[BurstMade | Pending | None]], None],
         events: deque[tuple[int, Event]],
         clock: Callable[[], float],
+        lockstep: Lockstep | None = None,
     ) -> None:
+        self._lockstep = lockstep
         self.learners, self._alone, self._machines, self._making = tuple(learners), alone, machines, making
         self._do, self._compute, self._begin = do, compute, begin
         self._events, self._clock = events, clock
@@ -73,14 +80,25 @@ class Bursts:
     @probed
     def holds(self, role: int, action: Action) -> bool:
         """Returns whether a learner's request is held back, because a burst may begin with it."""
+        lockstep = self._lockstep
+        if (
+            lockstep is not None
+            and lockstep.is_on
+            and role == self.learners[0]
+            and lockstep.takes(action, FEWEST_STEPS)
+        ):
+            return True
         machine = self._machines.get(role)
         if not isinstance(action, Compute) or not isinstance(machine, Averager):
             return False
-        begins_update = self._alone and not machine.made.count
-        if machine.local_steps < FEWEST_STEPS and not begins_update:
+        if lockstep is None and not self._begins_burst(machine):
             return False
         self._held[role] = action
         return True
+
+    def _begins_burst(self, learner: Averager) -> bool:
+        """Returns whether a burst may begin with the next mini-batch of the learners."""
+        return learner.local_steps >= FEWEST_STEPS or (self._alone and not learner.made.count)
 
     def proceed(self) -> bool:
         """Begins a burst, or lets the learners continue, if all of them wait. Returns whether it did."""
@@ -94,6 +112,8 @@ class Bursts:
             asks, self._asks = self._asks, False
             if asks or len(waiting) < len(learners) or len({each.place for each in waiting}) > 1:
                 return self.release()
+            if not self._begins_burst(waiting[0]):
+                return self._start_lockstep(waiting)
             self._records = BankRecords(waiting, alone=self._alone)
         if self._go():
             self._held.clear()
@@ -102,6 +122,14 @@ class Bursts:
             return self._wake_up()
         self._records = None
         return self.release()
+
+    def _start_lockstep(self, learners: Sequence[Averager]) -> bool:
+        """Lets the learners proceed in lockstep, if all have done the same. Returns whether there was something."""
+        if self._lockstep is None or len({each.stands_with for each in learners}) > 1:
+            return self.release()
+        held, self._held = self._held, {}
+        self._lockstep.start(learners, held)
+        return True
 
     def _go(self) -> bool:
         """Begins the next burst. Returns whether there is one."""
@@ -115,8 +143,12 @@ class Bursts:
         self._begin(self.learners[0], made.work)
         return True
 
-    def take(self, event: BurstMade) -> None:
-        """Records a burst."""
+    def take(self, event: BurstMade | BankDone) -> None:
+        """Records a burst, or what the learners did in lockstep."""
+        if isinstance(event, BankDone):
+            assert self._lockstep is not None
+            self._lockstep.take(event)
+            return
         assert self._records is not None
         self._under_way.popleft()
         for role, actions in self._records.enter(event, self._clock()):
@@ -131,7 +163,9 @@ class Bursts:
             self._wake_up()
 
     def postpones(self, role: int, event: Event) -> bool:
-        """Returns whether an event has to wait for the end of the burst under way. Otherwise all learners are awake."""
+        """Returns whether an event has to wait, or is known already. Otherwise its learner is awake."""
+        if self._lockstep is not None and self._lockstep.is_on:
+            return self._lockstep.keeps(role, event)
         if self._records is None or role not in self.learners:
             return False
         if not self._under_way:
@@ -152,6 +186,8 @@ class Bursts:
         """Tells sleeping learners what has been recorded, before all roles regroup."""
         if self._records is not None:
             self._records.wake_up()
+        if self._lockstep is not None:
+            self._lockstep.end()
 
     def _wake_up(self) -> bool:
         """Lets the learners continue after the last update, beginning with the events that waited for them."""

@@ -43,7 +43,7 @@ from rudra.core.actions import (
     Sync,
     Warn,
 )
-from rudra.core.bursts import BurstMade
+from rudra.core.bursts import BankDone, BurstMade
 from rudra.core.events import Event, Lost, Stopped, Tick
 from rudra.core.messages import URGENT, StopRequested
 from rudra.core.phases import Phases
@@ -64,6 +64,7 @@ from rudra.mpi.failures import Losses
 from rudra.mpi.hosted_roles import HostedRoles, Make
 from rudra.mpi.idleness import Idleness
 from rudra.mpi.libraries import Library
+from rudra.mpi.lockstep import Lockstep
 from rudra.mpi.long_work import LongWork
 from rudra.mpi.patience import Patience
 from rudra.mpi.reductions import Reductions
@@ -303,7 +304,7 @@ class Rank:
         if (done := self._work.advance()) is None:
             return False
         role, event = done
-        if isinstance(event, BurstMade):
+        if isinstance(event, BurstMade | BankDone):
             assert self._bursts is not None
             self._bursts.take(event)
         elif event is not None:
@@ -455,17 +456,16 @@ class Rank:
             return None
         roles = [role for role in plan.learners if role in executors]
         learners = [each for role in roles if isinstance(each := executors[role], AveragerExecutor)]
-        return Bursts(
-            roles,
-            len(roles) == len(plan.learners),
-            self._roles.machines,
-            bursts_of(self._job, plan, learners),
-            self._do,
-            self._perform,
-            self._work.begin_here,
-            self._roles.events,
-            lambda: time.perf_counter() - self._origin,
-        )
+        alone, making = len(roles) == len(plan.learners), bursts_of(self._job, plan, learners)
+
+        def clock() -> float:
+            return time.perf_counter() - self._origin
+
+        begin, events, lockstep = self._work.begin_here, self._roles.events, None
+        if not alone and len(roles) > 1 and not self._reductions.buckets:
+            lockstep = Lockstep(making, self._do, self._handle, begin, events, clock)
+        machines = self._roles.machines
+        return Bursts(roles, alone, machines, making, self._do, self._perform, begin, events, clock, lockstep)
 
     # Regrouping by another plan (`rudra.mpi.regroup`).
 

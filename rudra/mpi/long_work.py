@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from rudra.compute.device.streams import Pending, finished
 from rudra.compute.executor import arithmetic_of_thread
-from rudra.core.bursts import BurstMade
+from rudra.core.bursts import BankDone, BurstMade
 from rudra.core.events import Event
 from rudra.mpi.comm_threads import WorkerThread
 
@@ -21,7 +21,7 @@ class _Action(NamedTuple):
         pending: work of a device that the action waits for. None: it waits for none.
     """
 
-    work: Iterator[Event | BurstMade | Pending | None]
+    work: Iterator[Event | BurstMade | BankDone | Pending | None]
     pending: Pending | None = None
 
 
@@ -98,11 +98,11 @@ class LongWork:
             action.pending.when_done(self._wake)
         self._actions.setdefault(queue, deque()).append(action)
 
-    def begin_here(self, role: int, work: Iterator[BurstMade | Pending | None]) -> None:
+    def begin_here(self, role: int, work: Iterator[BurstMade | BankDone | Pending | None]) -> None:
         """Begins long work of a role in this thread, behind the role's other long work."""
         self._append((role, True), _Action(work))
 
-    def advance(self) -> tuple[int, Event | BurstMade | None] | None:
+    def advance(self) -> tuple[int, Event | BurstMade | BankDone | None] | None:
         """Does a piece of long work. Returns its role, and its event after the last piece.
 
         None: there is no work, or all of it waits for a device.

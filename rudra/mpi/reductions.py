@@ -142,6 +142,11 @@ class Reductions:
                 yield from ((role, event) for role in reduction.roles)
 
     @property
+    def buckets(self) -> bool:
+        """Whether some vectors are reduced in buckets while they are computed."""
+        return any(reduction.buckets for reduction in self.of_groups.values())
+
+    @property
     def driven(self) -> bool:
         """Whether other threads advance reductions that this rank waits for."""
         return any(reduction.driven for reduction in self.of_groups.values())

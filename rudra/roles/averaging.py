@@ -50,6 +50,12 @@ POOLING = ReplicaState.POOLING
 REDUCING, STOPPED, REGROUPING = ReplicaState.REDUCING, ReplicaState.STOPPED, ReplicaState.REGROUPING
 _NOT_HERE = {ReplicaState.WAITING, ReplicaState.UPDATING, MessageKind.STEPPED, *THROUGH_STAGE}
 
+_IN_LOCKSTEP = (
+    *("state", "_digest", "_under_way", "_quiet", "_quiet_next", "_saves", "_stops", "_drops", "_distances"),
+    *("_gradients", "_ended_training", "_held_s"),
+)
+"""Attributes that are the same for all learners of a rank that do the same."""
+
 
 class Averager(Replica):
     """Learner that averages. Arguments, start, end and the handling of lost roles are the same as for `Replica`."""
@@ -371,3 +377,49 @@ class Averager(Replica):
     def begin_minibatch(self, now: float) -> list[Action]:
         """Begins the next mini-batch after others that were made without this learner."""
         return self._next(now)
+
+    # Lockstep (`rudra.mpi.lockstep`): others of its rank follow the first learner, which is asked for all of them.
+
+    @property
+    def stands_with(self) -> tuple[Any, ...]:
+        """What learners have in common that wait for the same mini-batch, after the same updates."""
+        flags = self._under_way, self._quiet, self._quiet_next, self._digest
+        return self.state, self.place, self.ledger.timestamp, self.ledger.updating, flags
+
+    def only_updates(self, event: Reduced) -> bool:
+        """Returns whether an average only updates the weights: nobody asks for more, and no epoch or job ends."""
+        ledger, words = self.ledger, event.words
+        asks = any(word.enough or word.stopped or word.saves or word.decided for word in words)
+        lowers = max(word.lowered for word in words) > len(ledger.rules.lr_drops)
+        differs = any(word.digest != self._digest for word in words)
+        samples = ledger.samples + sum(gradient.samples for gradient in event.gradients)
+        ends = samples >= (ledger.epoch + 1) * self._training_samples
+        changes = ledger.rules.until.is_reached(ledger.epoch, ledger.timestamp + 1)
+        waits = self._leads and self.duties.are_ahead
+        return not (asks or lowers or differs or ends or changes or waits)
+
+    def follow_gradient(self, event: Computed, now: float) -> None:
+        """Notes a mini-batch, while this learner follows."""
+        self._ready_at = now
+        self.log.enter(event, self._periods.number, now)
+        self._periods.made.add(self.log.describe(event, self._periods.number))
+
+    def follow_step(self, event: ReplicaStepped, leader: "Averager", now: float) -> list[Action]:
+        """Notes a step, while this learner follows. Brings its difference into the average if a period ends."""
+        self._stepped_at, self._step_s, self._held_s = now, event.seconds, leader._held_s
+        if not self._periods.is_complete:
+            return []
+        self._digest = leader._digest
+        self._end_period()
+        return [self._bring(event.distance, now)]
+
+    def follow_next(self, now: float) -> list[Action]:
+        """Begins the next mini-batch, while this learner follows. The first action computes it."""
+        self.log.spend(self._held_s + now - self._stepped_at, 0.0, 0.0, 0.0, self._step_s)
+        return [self.log.begin(REPLICA, GRADIENT, self._periods.number, now), *self.log.due(now)]
+
+    def catch_up(self, leader: "Averager") -> None:
+        """Ends following: continues from where the first learner is."""
+        self.ledger.follow_burst(leader.ledger)
+        for name in _IN_LOCKSTEP:
+            setattr(self, name, getattr(leader, name))

@@ -1,7 +1,7 @@
 """Bursts: updates or local steps of averaged replicas that a rank makes without asking its learners in between.
 
 All learners compute as usual, in the usual order, so the results are bitwise the same. But while a burst makes updates,
-there is one central model: the learners get it back when they are asked again.
+there is one central model: the learners get it back when they are asked again. So it is in lockstep.
 """
 
 import time
@@ -23,7 +23,7 @@ from rudra.compute.device.streams import Pending
 from rudra.compute.replicas import AveragerExecutor
 from rudra.core.actions import Compute, PullReplica, StepReplica, Update
 from rudra.core.buffer_names import DIFFERENCE, GRADIENT, REPLICA, WEIGHTS
-from rudra.core.bursts import Burst, BurstMade
+from rudra.core.bursts import BankDone, Burst, BurstMade
 from rudra.core.events import Event, Updated
 from rudra.job.job import Job
 from rudra.probe import probed
@@ -47,6 +47,7 @@ class BankBursts:
 
     Attributes:
         hurries: Whether a burst ends after the round under way, because a learner is asked for something else.
+        apart: Whether only the first learner has the central model.
     """
 
     def __init__(
@@ -56,14 +57,13 @@ class BankBursts:
         recorded: RecordedBursts | None = None,
     ) -> None:
         self._learners, self._sums, self._recorded = learners, sums, recorded
-        self._apart = False  # whether only the first learner has the central model
-        self.hurries = False
+        self.apart = self.hurries = False
 
     @probed
     def begin(self, burst: Burst) -> Made:
         """Begins a burst, or only its first rounds."""
         self.hurries = False
-        self._apart |= burst.averages
+        self.apart |= burst.averages
         made = None if self._recorded is None else self._recorded.begin(burst)
         return Made(burst.rounds, burst.averages, self._make(burst)) if made is None else made
 
@@ -123,25 +123,32 @@ class BankBursts:
         return CENTRAL if place else WEIGHTS
 
     def _computed(self, burst: Burst, number: int) -> _Events:
-        works, timestamp = [], burst.timestamp + (number // burst.period) * burst.averages
-        for executor, (step, work) in zip(self._learners, burst.learners, strict=True):
-            action = Compute(step + number, work.after(number), REPLICA, GRADIENT, timestamp)
+        timestamp = burst.timestamp + (number // burst.period) * burst.averages
+        actions = [
+            Compute(step + number, work.after(number), REPLICA, GRADIENT, timestamp) for step, work in burst.learners
+        ]
+        works = [executor.compute(action) for executor, action in self._prepared(actions)]
+        return (yield from _together(works))
+
+    def _prepared(self, actions: Sequence[Compute]) -> Iterator[tuple[AveragerExecutor, Compute]]:
+        """Yields each learner and its mini-batch, ready to begin."""
+        for executor, action in zip(self._learners, actions, strict=True):
             executor.make_room(action)
             executor.ready = None  # nobody waits for parts of this gradient
-            works.append(executor.compute(action))
-        return (yield from _together(works))
+            yield executor, action
 
     def _stepped(self, burst: Burst, number: int) -> _Events:
         """Steps all replicas. The last steps before an average also compute differences."""
         rate, ends = burst.rates[number], burst.averages and (number + 1) % burst.period == 0
-        works = []
-        for place, executor in enumerate(self._learners):
-            if ends:
-                action = structs.replace(burst.step, learning_rate=rate, weights=self._central(place))
-            else:
-                action = StepReplica(GRADIENT, REPLICA, rate)
-            works.append(executor.perform(action))
+        action = structs.replace(burst.step, learning_rate=rate) if ends else StepReplica(GRADIENT, REPLICA, rate)
+        works = [executor.perform(action) for executor, action in self._with_central(action)]
         return (yield from _together(works))
+
+    def _with_central(self, action: StepReplica) -> Iterator[tuple[AveragerExecutor, StepReplica]]:
+        """Yields each learner and its step, which names the central model where the learner has it."""
+        for place, executor in enumerate(self._learners):
+            differs = place and action.difference
+            yield executor, structs.replace(action, weights=CENTRAL) if differs else action
 
     def _update(self, burst: Burst, update: int) -> Work:
         """Updates the central model by the mean of all differences."""
@@ -154,21 +161,36 @@ class BankBursts:
 
     def _approach(self, burst: Burst) -> None:
         """Moves the replicas towards the new central model, if the rule does so after an update."""
-        if burst.elasticity is None:
-            return
+        if burst.elasticity is not None:
+            self.approach(burst.elasticity)
+
+    def approach(self, elasticity: float) -> None:
+        """Moves all replicas towards the central model, by a fraction of the distance."""
         self._share_central()
         for place, executor in enumerate(self._learners):
-            executor.approach(PullReplica(REPLICA, self._central(place), burst.elasticity))
+            executor.approach(PullReplica(REPLICA, self._central(place), elasticity))
+
+    def compute(self, actions: Sequence[Compute]) -> Iterator[BankDone | Pending | None]:
+        """Computes a gradient of each learner, in lockstep."""
+        works = [executor.attempt(action) for executor, action in self._prepared(actions)]
+        yield BankDone(tuple((yield from _together(works))))
+
+    def step(self, action: StepReplica) -> Iterator[BankDone | Pending | None]:
+        """Steps the replica of each learner, in lockstep."""
+        if action.difference:
+            self._share_central()
+        works = [executor.attempt(action) for executor, action in self._with_central(action)]
+        yield BankDone(tuple((yield from _together(works))))
 
     def settle(self) -> None:
         """Gives all learners the central model, and the state of its optimiser."""
-        if not self._apart:
+        if not self.apart:
             return
         first, *others = self._learners
         for other in others:
             other.follow(first)
             other.forget(CENTRAL)
-        self._apart = False
+        self.apart = False
 
 
 def _together(works: Sequence[Work]) -> _Events:

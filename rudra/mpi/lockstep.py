@@ -1,0 +1,158 @@
+"""Lockstep: the first learner of a rank is asked for all of them, if its learners average with those of other ranks.
+
+All learners of a rank do the same at the same time. So only the first one, the leader, is asked what to do. Its rank
+does that for all of them, and tells the leader when all are done. The others follow: they only note their own
+mini-batches, and bring their own differences into the averages. They share the leader's copy of the weights, so the
+rank updates the weights once.
+
+Everything else ends the lockstep: a message for a learner, a death, an average with which an epoch ends, or a request
+of any learner. Then the others catch up with the leader, and are asked again. Weights and rows are bitwise the same.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import isfinite
+
+from rudra.compute.bank.bursts import BankBursts
+from rudra.compute.device.streams import Pending
+from rudra.core.actions import Action, Compute, PullReplica, StepReplica, Update
+from rudra.core.bursts import BankDone
+from rudra.core.events import Computed, Event, MemoryExhausted, Reduced, ReplicaStepped, Updated
+from rudra.roles.averaging import Averager
+
+
+class Lockstep:
+    """Lockstep of the learners of a rank.
+
+    Args:
+        making: Does actions of all learners.
+        do: Does an action of a role.
+        handle: Lets a role take an event.
+        begin: Begins long work of a role.
+        events: Events that wait for roles.
+        clock: Returns the seconds on the driver's clock.
+    """
+
+    def __init__(
+        self,
+        making: BankBursts,
+        do: Callable[[int, Action], None],
+        handle: Callable[[int, Event], None],
+        begin: Callable[[int, Iterator[BankDone | Pending | None]], None],
+        events: deque[tuple[int, Event]],
+        clock: Callable[[], float],
+    ) -> None:
+        self._making, self._do, self._handle, self._begin = making, do, handle, begin
+        self._events, self._clock = events, clock
+        self._learners: list[Averager] = []  # the leader, and those that follow it. Empty: there is no lockstep
+        self._doing: list[int] = []  # roles whose action is under way together
+        self._known = 0  # followers that still get the event of an average that the leader has taken for them
+        self._postponed: list[tuple[int, Event]] = []
+
+    @property
+    def is_on(self) -> bool:
+        """Whether learners follow a leader."""
+        return bool(self._learners)
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether an action of all learners is under way."""
+        return bool(self._doing)
+
+    def start(self, learners: Sequence[Averager], actions: Mapping[int, Compute]) -> None:
+        """Begins with mini-batches that all learners wait for."""
+        self._learners = [*learners]
+        self._compute([actions[learner.id] for learner in learners])
+
+    def _compute(self, actions: Sequence[Compute]) -> None:
+        self._begin_together(self._making.compute(actions))
+
+    def _begin_together(self, work: Iterator[BankDone | Pending | None]) -> None:
+        self._doing = [learner.id for learner in self._learners]
+        self._begin(self._doing[0], work)
+
+    def takes(self, action: Action, fewest_steps: int) -> bool:
+        """Returns whether an action of the leader is done for all learners.
+
+        Args:
+            action: The action.
+            fewest_steps: Local steps from which on they do not proceed in lockstep.
+        """
+        leader, *followers = self._learners
+        match action:
+            case Compute():
+                ends, now, actions = leader.local_steps >= fewest_steps, self._clock(), [action]
+                if ends:
+                    self.end()
+                for follower in followers:
+                    compute, *due = follower.follow_next(now)
+                    assert isinstance(compute, Compute)
+                    actions.append(compute)
+                    for each in (compute, *due) if ends else due:
+                        self._do(follower.id, each)
+                if not ends:
+                    self._compute(actions)
+                return not ends
+            case StepReplica():
+                self._begin_together(self._making.step(action))
+                return True
+            case PullReplica():
+                self._making.approach(action.elasticity)
+                return True
+            case Update():
+                self._making.apart = True
+        return False
+
+    def take(self, done: BankDone) -> None:
+        """Tells the learners what they have done together."""
+        roles, self._doing = self._doing, []
+        if not (self.is_on and all(map(_is_usual, done.events))):
+            self.end()
+            for role, event in zip(roles, done.events, strict=True):
+                self._handle(role, event)
+            return
+        leader, *followers = self._learners
+        first, *others = done.events
+        now = self._clock()
+        for follower, event in zip(followers, others, strict=True):
+            if isinstance(event, Computed):
+                follower.follow_gradient(event, now)
+            elif isinstance(event, ReplicaStepped):
+                for action in follower.follow_step(event, leader, now):
+                    self._do(follower.id, action)
+        self._handle(leader.id, first)
+
+    def keeps(self, role: int, event: Event) -> bool:
+        """Returns whether an event does not reach its role, now or at all. An unusual event ends the lockstep."""
+        leader, *followers = self._learners
+        if role == leader.id:
+            if isinstance(event, Updated | MemoryExhausted):
+                self._events.extendleft(reversed(self._postponed))
+                self._postponed.clear()
+                return False
+            if isinstance(event, Reduced) and leader.only_updates(event):
+                self._known = len(followers)
+                return False
+        elif isinstance(event, Reduced) and self._known:
+            self._known -= 1
+            return True
+        elif all(role != follower.id for follower in followers):
+            return False
+        if leader.ledger.updating:
+            self._postponed.append((role, event))
+            return True
+        self.end()
+        return False
+
+    def end(self) -> None:
+        """Lets all learners be asked again, if there is a lockstep."""
+        if not self._learners:
+            return
+        (leader, *followers), self._learners = self._learners, []
+        for follower in followers:
+            follower.catch_up(leader)
+        self._making.settle()
+
+
+def _is_usual(event: Event) -> bool:
+    return isfinite(event.loss) if isinstance(event, Computed) else isinstance(event, ReplicaStepped)
