@@ -14,7 +14,9 @@ import mmap
 import os
 import secrets
 import warnings
+from bisect import bisect_right, insort
 from contextlib import suppress
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -54,7 +56,7 @@ class Arena:
         self._end = 0
         self._reserved = 0
         self._file = -1
-        self._mine: list[tuple[int, int, int]] = []  # address, size and offset of each piece
+        self._mine: list[tuple[int, int, int]] = []  # address, size and offset of each piece, by address
         self._regions: dict[int, torch.Tensor] = {}  # memory of each neighbour
         self._views: dict[tuple[int, int, int], torch.Tensor] = {}  # tensors in that memory that were requested before
         self._words: dict[int, memoryview] = {}  # neighbour -> this rank's words about its leases
@@ -83,7 +85,7 @@ class Arena:
             self.failure = str(error)
             return None
         memory[:] = 0
-        self._mine.append((memory.ctypes.data, size, self._end))
+        insort(self._mine, (memory.ctypes.data, size, self._end))
         self._end += size
         return memory[:length]
 
@@ -195,10 +197,11 @@ class Arena:
     def offset(self, array: npt.NDArray[Any]) -> int | None:
         """Returns the offset of an array in this rank's memory, or None if the array is elsewhere."""
         address = array.ctypes.data
-        for first, size, offset in self._mine:
-            if first <= address < first + size:
-                return offset + address - first
-        return None
+        place = bisect_right(self._mine, address, key=itemgetter(0)) - 1
+        if place < 0:
+            return None
+        first, size, offset = self._mine[place]
+        return offset + address - first if address < first + size else None
 
     def offset_of(self, buffer: Buffer) -> int | None:
         """Returns the offset of a buffer in this rank's memory, or None if it is elsewhere."""

@@ -11,6 +11,7 @@ of any learner. Then the others catch up with the leader, and are asked again. W
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from math import isfinite
 
 from rudra.compute.bank.bursts import BankBursts
@@ -65,11 +66,18 @@ class Lockstep:
         self._compute([actions[learner.id] for learner in learners])
 
     def _compute(self, actions: Sequence[Compute]) -> None:
-        self._begin_together(self._making.compute(actions))
-
-    def _begin_together(self, work: Iterator[BankDone | Pending | None]) -> None:
         self._doing = [learner.id for learner in self._learners]
-        self._begin(self._doing[0], work)
+        self._begin(self._doing[0], self._making.compute(actions))
+
+    def _step(self, action: StepReplica) -> None:
+        """Steps all replicas: at once, unless a device does it."""
+        self._doing = [learner.id for learner in self._learners]
+        work = self._making.step(action)
+        first = next(work)
+        if isinstance(first, BankDone):
+            self.take(first)
+        else:
+            self._begin(self._doing[0], chain((first,), work))
 
     def takes(self, action: Action, fewest_steps: int) -> bool:
         """Returns whether an action of the leader is done for all learners.
@@ -94,7 +102,7 @@ class Lockstep:
                     self._compute(actions)
                 return not ends
             case StepReplica():
-                self._begin_together(self._making.step(action))
+                self._step(action)
                 return True
             case PullReplica():
                 self._making.approach(action.elasticity)

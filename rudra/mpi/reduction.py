@@ -132,10 +132,11 @@ class PartReduction:
         while self._handed_out < len(its.roles) and its.roles[self._handed_out] in self.begun:
             self._hand_out(self._handed_out, *self.begun[its.roles[self._handed_out]])
             self._handed_out += 1
-        if len(self.begun) == len(its.roles):
-            for rank in its.others:
-                self._requests.send(self.rows.of_rank[its.me], rank)
-        self._ring()
+        complete = len(self.begun) == len(its.roles)
+        for rank in its.others if complete else ():
+            self._requests.send(self.rows.of_rank[its.me], rank)
+        if complete or its.far:
+            self._ring()
 
     def _hand_out(self, number: int, action: Reduce, buffer: Buffer) -> None:
         """Writes a gradient's row, and sends slices of the gradient to ranks that cannot read it in memory.

@@ -23,7 +23,8 @@ def burst_runs(
     rank does not wait for the requests of the others.
 
     Returns for each job and way: the content of the result file that does not depend on the time, the numbers of
-    updates and of local steps that this rank made in bursts, how many of them a device recorded, and why not all.
+    updates and of local steps that this rank made in bursts, how many of them a device recorded, and why not all; the
+    number of updates that its learners made in lockstep.
     """
     from mpi4py import MPI
 
@@ -32,18 +33,26 @@ def burst_runs(
     from rudra.compute.bank.recorded import RecordedBursts
     from rudra.compute.device.adverse import AdverseDevice
     from rudra.compute.device.devices import DEVICES
-    from rudra.core.actions import Compute
+    from rudra.core.actions import Compute, Update
+    from rudra.core.bursts import BurstMade
     from rudra.mpi.bursts import Bursts
+    from rudra.mpi.lockstep import Lockstep
 
     plain, makes_bursts, take, holds = DEVICES["cpu"], rudra.mpi.driver.makes_bursts, Bursts.take, Bursts.holds
+    takes_all = Lockstep.takes
     early: list[str] = []  # the way, if its first request is still to come
-    none = {"updates": 0, "local steps": 0, "recorded": 0}
+    none = {"updates": 0, "local steps": 0, "recorded": 0, "in lockstep": 0}
     record, begin, seen = RecordedBursts.__init__, RecordedBursts.begin, dict(none)
     made: list[RecordedBursts] = []
 
     def count(bursts: Bursts, event: Any) -> None:
-        seen["updates" if event.burst.averages else "local steps"] += len(event.losses)
+        if isinstance(event, BurstMade):
+            seen["updates" if event.burst.averages else "local steps"] += len(event.losses)
         take(bursts, event)
+
+    def takes(lockstep: Lockstep, action: Any, *about: Any) -> bool:
+        seen["in lockstep"] += isinstance(action, Update)
+        return takes_all(lockstep, action, *about)
 
     def note(recorded: RecordedBursts, *about: Any, **named: Any) -> None:
         made.append(recorded)
@@ -60,7 +69,7 @@ def burst_runs(
             return False
         return holds(bursts, role, action)
 
-    Bursts.holds = hold  # type: ignore[method-assign]
+    Bursts.holds, Lockstep.takes = hold, takes  # type: ignore[method-assign]
     Bursts.take, RecordedBursts.__init__ = count, note  # type: ignore[method-assign]
     RecordedBursts.begin = begun  # type: ignore[method-assign]
     found: dict[str, Any] = {}

@@ -125,6 +125,31 @@ LOCAL = {
 }
 """Jobs whose learners are on two ranks, with an averaging period that has local steps."""
 
+LOCKSTEP = {
+    "sma, period 1": make_job(ranks=2),
+    "sma, period 2": make_job(learners=6, ranks=2, averaging={"period": 2}),
+    "average, period 1": make_job("average", ranks=2, cluster={"bank": "graphs"}),
+    "diloco, period 2": make_job("diloco", ranks=2, averaging={"period": 2}),
+    "elastic, fused": make_job("average", ranks=2, averaging={"elasticity": 0.2}, cluster={"bank": "fused"}),
+    "dropout, period 1": make_job(ranks=2, model={"name": small_models.normed_digits}),
+    "restart": make_job(ranks=2, optimizer={"schedule": "step", "milestones": [1]}, averaging={"restart": True}),
+    "checkpoints, period 1": make_job(ranks=2, results={"checkpoint_every": "3 updates"}),
+    "changes, period 1": make_job(
+        ranks=2,
+        changes=[
+            {"at_update": 13, "optimizer": {"learning_rate": 0.01, "momentum": 0.5}},
+            {"at_epoch": 1, "averaging": {"period": 3}},
+        ],
+    ),
+    "dormant, period 1": make_job(
+        learners=6,
+        ranks=2,
+        cluster={"active_learners": 4},
+        changes=[{"at_update": 7, "cluster": {"active_learners": 6}}],
+    ),
+}
+"""Jobs whose learners are on two ranks, and average after almost every mini-batch."""
+
 NOT_RECORDED = {"dropout": "the model draws random numbers", "adam": None}
 """Jobs that a device does not record, and what it says."""
 
@@ -146,10 +171,10 @@ SOME = ["sma, period 3", "average, period 2", "streams", "fused", "dropout", "ra
 @pytest.fixture(scope="module")
 def local(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the selected runs on two ranks with learners gave, by job and way."""
-    jobs = {name: LOCAL[name] for name in sorted(selected(request, "of_ranks"))}
+    jobs = {name: (LOCAL | LOCKSTEP)[name] for name in sorted(selected(request, "of_ranks"))}
     statistics, *learners = on_ranks(burst_runs, jobs=jobs, ways=(ASKED, "bursts", "recorded 1"), together=True)
-    steps = {key: {"local steps": [rank[key]["local steps"] for rank in learners]} for key in statistics}
-    return {key: learners[0][key] | steps[key] for key in statistics}
+    of_each = ("local steps", "in lockstep")
+    return {key: learners[0][key] | {of: [rank[key][of] for rank in learners] for of in of_each} for key in statistics}
 
 
 def differing(one: dict[str, str], other: dict[str, str]) -> set[str]:
@@ -201,6 +226,20 @@ def test_recorded_local_steps_give_the_content_of_a_run_whose_learners_are_asked
     assert recorded["refusal"] == NOT_RECORDED.get(of_ranks, "")
 
 
+SOME_LOCKSTEP = ["sma, period 1", "diloco, period 2", "elastic, fused", "changes, period 1"]
+
+
+@pytest.mark.parametrize("of_ranks", covering(SOME_LOCKSTEP, list(LOCKSTEP)))
+def test_learners_in_lockstep_give_the_content_of_a_run_whose_learners_are_asked(
+    local: dict[str, Any], of_ranks: str
+) -> None:
+    asked, *others = (local[f"{of_ranks}: {way}"] for way in (ASKED, "bursts", "recorded 1"))
+    assert asked["in lockstep"] == [0, 0]
+    for run in others:
+        assert all(count > 5 for count in run["in lockstep"])
+        assert run["content"] == asked["content"]
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", ["fused", "streams"])
 def test_a_bank_continues_if_one_learner_did_not_wait_for_a_burst(name: str) -> None:
@@ -223,13 +262,14 @@ def test_all_adverse_orders_give_one_result(name: str) -> None:
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("name", ["streams", "fused", "sma, period 5"])
+@pytest.mark.parametrize("name", ["streams", "fused", "sma, period 5", "sma, period 1", "elastic, fused"])
 def test_all_adverse_orders_of_local_steps_give_one_result(name: str) -> None:
     ways = [ASKED, *(f"recorded {seed}" for seed in range(LOCAL_SEEDS))]
-    _, runs, _ = on_ranks(burst_runs, jobs={name: LOCAL[name]}, ways=ways, together=True)
+    _, runs, _ = on_ranks(burst_runs, jobs={name: (LOCAL | LOCKSTEP)[name]}, ways=ways, together=True)
     asked = runs.pop(f"{name}: {ASKED}")["content"]
     assert len(runs) == LOCAL_SEEDS
-    assert all(run["local steps"] and not run["refusal"] and run["content"] == asked for run in runs.values())
+    way = "in lockstep" if name in LOCKSTEP else "local steps"
+    assert all(run[way] and not run["refusal"] and run["content"] == asked for run in runs.values())
 
 
 JOB = """
