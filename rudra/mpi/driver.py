@@ -463,7 +463,7 @@ class Rank:
 
         begin, events, lockstep = self._work.begin_here, self._roles.events, None
         if not alone and len(roles) > 1 and not self._reductions.buckets:
-            lockstep = Lockstep(making, self._do, self._handle, begin, events, clock)
+            lockstep = Lockstep(making, self._do, self._perform, self._handle, begin, events, clock)
         machines = self._roles.machines
         return Bursts(roles, alone, machines, making, self._do, self._perform, begin, events, clock, lockstep)
 

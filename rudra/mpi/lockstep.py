@@ -28,6 +28,7 @@ class Lockstep:
     Args:
         making: Does actions of all learners.
         do: Does an action of a role.
+        perform: Does a computation of a role, without the others.
         handle: Lets a role take an event.
         begin: Begins long work of a role.
         events: Events that wait for roles.
@@ -38,15 +39,17 @@ class Lockstep:
         self,
         making: BankBursts,
         do: Callable[[int, Action], None],
+        perform: Callable[[int, Compute], None],
         handle: Callable[[int, Event], None],
         begin: Callable[[int, Iterator[BankDone | Pending | None]], None],
         events: deque[tuple[int, Event]],
         clock: Callable[[], float],
     ) -> None:
-        self._making, self._do, self._handle, self._begin = making, do, handle, begin
+        self._making, self._do, self._perform, self._handle, self._begin = making, do, perform, handle, begin
         self._events, self._clock = events, clock
         self._learners: list[Averager] = []  # the leader, and those that follow it. Empty: there is no lockstep
         self._doing: list[int] = []  # roles whose action is under way together
+        self._computing: Sequence[Compute] = ()  # the last mini-batch of each
         self._known = 0  # followers that still get the event of an average that the leader has taken for them
         self._postponed: list[tuple[int, Event]] = []
 
@@ -66,7 +69,7 @@ class Lockstep:
         self._compute([actions[learner.id] for learner in learners])
 
     def _compute(self, actions: Sequence[Compute]) -> None:
-        self._doing = [learner.id for learner in self._learners]
+        self._doing, self._computing = [learner.id for learner in self._learners], actions
         self._begin(self._doing[0], self._making.compute(actions))
 
     def _step(self, action: StepReplica) -> None:
@@ -114,6 +117,11 @@ class Lockstep:
     def take(self, done: BankDone) -> None:
         """Tells the learners what they have done together."""
         roles, self._doing = self._doing, []
+        if not done.events:  # each learner finds out by itself that the memory does not suffice
+            self.end()
+            for role, compute in zip(roles, self._computing, strict=True):
+                self._perform(role, compute)
+            return
         if not (self.is_on and all(map(_is_usual, done.events))):
             self.end()
             for role, event in zip(roles, done.events, strict=True):

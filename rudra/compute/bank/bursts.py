@@ -171,9 +171,14 @@ class BankBursts:
             executor.approach(PullReplica(REPLICA, self._central(place), elasticity))
 
     def compute(self, actions: Sequence[Compute]) -> Iterator[BankDone | Pending | None]:
-        """Computes a gradient of each learner, in lockstep."""
-        works = [executor.attempt(action) for executor, action in self._prepared(actions)]
-        yield BankDone(tuple((yield from _together(works))))
+        """Computes a gradient of each learner, in lockstep. There are no events if the memory does not suffice."""
+        done: list[Event] = []
+        try:
+            done = yield from _together([executor.compute(action) for executor, action in self._prepared(actions)])
+        except Exception as error:
+            if memory_text(error) is None:
+                raise
+        yield BankDone(tuple(done))
 
     def step(self, action: StepReplica) -> Iterator[BankDone | Pending | None]:
         """Steps the replica of each learner, in lockstep."""
