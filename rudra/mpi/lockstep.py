@@ -58,11 +58,6 @@ class Lockstep:
         """Whether learners follow a leader."""
         return bool(self._learners)
 
-    @property
-    def is_computing(self) -> bool:
-        """Whether an action of all learners is under way."""
-        return bool(self._doing)
-
     def start(self, learners: Sequence[Averager], actions: Mapping[int, Compute]) -> None:
         """Begins with mini-batches that all learners wait for."""
         self._learners = [*learners]
@@ -92,18 +87,19 @@ class Lockstep:
         leader, *followers = self._learners
         match action:
             case Compute():
-                ends, now, actions = leader.local_steps >= fewest_steps, self._clock(), [action]
-                if ends:
-                    self.end()
+                now, actions = self._clock(), [action]
                 for follower in followers:
                     compute, *due = follower.follow_next(now)
                     assert isinstance(compute, Compute)
                     actions.append(compute)
-                    for each in (compute, *due) if ends else due:
+                    for each in due:
                         self._do(follower.id, each)
-                if not ends:
+                if leader.local_steps < fewest_steps:
                     self._compute(actions)
-                return not ends
+                    return True
+                self.end()
+                for follower, compute in zip(followers, actions[1:], strict=True):
+                    self._do(follower.id, compute)
             case StepReplica():
                 self._step(action)
                 return True
