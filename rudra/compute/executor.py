@@ -293,6 +293,15 @@ class Executor:
         if isinstance(before, BorrowedBuffer) and before is not buffer:
             before.give_back()
 
+    def borrow(self, name: str, buffer: Buffer) -> None:
+        """Gives a name another executor's buffer, which is only read here. The next change goes to other memory."""
+
+        def give_back() -> None:
+            buffer.readers -= 1
+
+        buffer.readers += 1
+        self._replace(name, BorrowedBuffer(buffer.vector, give_back))
+
     def put_new(self, name: str) -> None:
         """Gives a name a new buffer, because something may still write to the old one."""
         self.put(name, self.new_buffer(name))

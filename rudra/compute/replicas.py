@@ -377,6 +377,12 @@ class ReferrerExecutor(AveragerExecutor):
         super().prepare()
         self._moves_reference.prepare()
 
+    def follow(self, other: OwnerExecutor) -> None:
+        super().follow(other)
+        reference = self.renew(REFERENCE)
+        reference.vector.copy_(other.buffer(REFERENCE).vector)
+        reference.version += 1
+
     def _rule_for(self, replica: str) -> UpdateRule:
         return self._moves_reference if replica == REFERENCE else super()._rule_for(replica)
 

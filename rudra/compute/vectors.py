@@ -148,11 +148,11 @@ class Buffer:
 
 
 class BorrowedBuffer(Buffer):
-    """A read-only vector in another process's memory.
+    """A read-only vector in the memory of another process, or of another executor.
 
     Args:
         vector: (size,) float32.
-        give_back: Called when this process no longer needs the vector.
+        give_back: Called when the vector is no longer needed here.
         form: Row format, if the vector is a gradient in rows.
     """
 
@@ -161,7 +161,7 @@ class BorrowedBuffer(Buffer):
     def __init__(self, vector: torch.Tensor, give_back: Callable[[], None], form: RowFormat | None = None) -> None:
         self.version = 0
         self.vector = vector
-        self._array = vector.numpy()
+        self._array = vector.numpy() if vector.is_cpu else None
         self.give_back = give_back
         self._form = form
 

@@ -10,12 +10,13 @@ Mini-batches whose average needs other ranks are not in a burst. The learners ma
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import inf
 
 from rudra.compute.bank.bursts import BankBursts
 from rudra.compute.bank.recorded import AHEAD, Made
 from rudra.compute.device.streams import Pending
 from rudra.compute.executor import Executor
-from rudra.compute.replicas import AveragerExecutor
+from rudra.compute.replicas import AveragerExecutor, ReferrerExecutor
 from rudra.core.actions import Action, Compute
 from rudra.core.bursts import BankDone, BurstMade
 from rudra.core.events import Event
@@ -40,6 +41,7 @@ class Bursts:
     Args:
         learners: Roles of this rank that take part in the run, in learner order.
         alone: Whether no other rank has learners.
+        apart: Whether learners do not wait for each other in each mini-batch. Otherwise there is only lockstep.
         machines: Current state machine of each role.
         making: Maker of the bursts.
         do: Does an action of a role.
@@ -57,6 +59,7 @@ class Bursts:
         self,
         learners: Iterable[int],
         alone: bool,
+        apart: bool,
         machines: Mapping[int, Machine],
         making: BankBursts,
         do: Callable[[int, Action], None],
@@ -66,8 +69,8 @@ class Bursts:
         clock: Callable[[], float],
         lockstep: Lockstep | None = None,
     ) -> None:
-        self._lockstep = lockstep
-        self.learners, self._alone, self._machines, self._making = tuple(learners), alone, machines, making
+        self._lockstep, self._fewest_steps = lockstep, FEWEST_STEPS if apart else inf
+        self.learners, self._alone, self._machines, self._making = tuple(learners), alone and apart, machines, making
         self._do, self._compute, self._begin = do, compute, begin
         self._events, self._clock = events, clock
         self._held: dict[int, Compute] = {}
@@ -85,7 +88,7 @@ class Bursts:
             lockstep is not None
             and lockstep.is_on
             and role == self.learners[0]
-            and lockstep.takes(action, FEWEST_STEPS)
+            and lockstep.takes(action, self._fewest_steps)
         ):
             return True
         machine = self._machines.get(role)
@@ -98,7 +101,7 @@ class Bursts:
 
     def _begins_burst(self, learner: Averager) -> bool:
         """Returns whether a burst may begin with the next mini-batch of the learners."""
-        return learner.local_steps >= FEWEST_STEPS or (self._alone and not learner.made.count)
+        return learner.local_steps >= self._fewest_steps or (self._alone and not learner.made.count)
 
     def proceed(self) -> bool:
         """Begins a burst, or lets the learners continue, if all of them wait. Returns whether it did."""
@@ -164,8 +167,8 @@ class Bursts:
 
     def postpones(self, role: int, event: Event) -> bool:
         """Returns whether an event has to wait, or is known already. Otherwise its learner is awake."""
-        if self._lockstep is not None and self._lockstep.is_on:
-            return self._lockstep.keeps(role, event)
+        if self.keeps(role, event):
+            return True
         if self._records is None or role not in self.learners:
             return False
         if not self._under_way:
@@ -174,6 +177,10 @@ class Bursts:
         self._making.hurries = True
         self._postponed.append((role, event))
         return True
+
+    def keeps(self, role: int, event: Event) -> bool:
+        """Returns whether an event of long work does not reach its role, because its rank is in lockstep."""
+        return self._lockstep is not None and self._lockstep.is_on and self._lockstep.keeps(role, event)
 
     def release(self) -> bool:
         """Computes what was held back. Returns whether there was something."""
@@ -204,7 +211,7 @@ class Bursts:
 
 
 def makes_bursts(job: Job, plan: Plan, executors: Mapping[int, Executor]) -> bool:
-    """Returns whether the learners of a rank may be asked once for several mini-batches.
+    """Returns whether the learners of a rank may be asked once for several mini-batches, or only one of them is asked.
 
     Each learner must have a replica of its own, no parameter server takes part, and nothing may watch single steps.
 
@@ -213,8 +220,9 @@ def makes_bursts(job: Job, plan: Plan, executors: Mapping[int, Executor]) -> boo
         plan: Role assignment.
         executors: Executor of each role of this rank.
     """
-    replicas = plan.averaging and plan.sharing == "nothing" and not plan.served and job.training.evaluate != "workers"
+    replicas = plan.averaging and plan.sharing != "replica" and not plan.served and job.training.evaluate != "workers"
     here = [executors[role] for role in plan.learners if role in executors]
     if not replicas or not here:
         return False
-    return all(type(each) is AveragerExecutor and each.steps_unwatched for each in here)
+    kind = AveragerExecutor if plan.sharing == "nothing" else ReferrerExecutor
+    return all(type(each) is kind and each.steps_unwatched for each in here)

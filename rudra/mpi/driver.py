@@ -303,11 +303,11 @@ class Rank:
         """Does a piece of long work, or returns False if there is none."""
         if (done := self._work.advance()) is None:
             return False
-        role, event = done
+        (role, event), bursts = done, self._bursts
         if isinstance(event, BurstMade | BankDone):
-            assert self._bursts is not None
-            self._bursts.take(event)
-        elif event is not None:
+            assert bursts is not None
+            bursts.take(event)
+        elif event is not None and (bursts is None or not bursts.keeps(role, event)):
             self._handle(role, event)
         return True
 
@@ -462,10 +462,13 @@ class Rank:
             return time.perf_counter() - self._origin
 
         begin, events, lockstep = self._work.begin_here, self._roles.events, None
-        if not alone and len(roles) > 1 and not self._reductions.buckets:
+        apart, together = plan.sharing == "nothing", len({plan.roles[role].group for role in roles}) == 1
+        if len(roles) > 1 and together and not (alone and apart) and not self._reductions.buckets:
             lockstep = Lockstep(making, self._do, self._perform, self._handle, begin, events, clock)
+        if not apart and lockstep is None:
+            return None
         machines = self._roles.machines
-        return Bursts(roles, alone, machines, making, self._do, self._perform, begin, events, clock, lockstep)
+        return Bursts(roles, alone, apart, machines, making, self._do, self._perform, begin, events, clock, lockstep)
 
     # Regrouping by another plan (`rudra.mpi.regroup`).
 

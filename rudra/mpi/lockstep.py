@@ -3,7 +3,7 @@
 All learners of a rank do the same at the same time. So only the first one, the leader, is asked what to do. Its rank
 does that for all of them, and tells the leader when all are done. The others follow: they only note their own
 mini-batches, and bring their own differences into the averages. They share the leader's copy of the weights, so the
-rank updates the weights once.
+rank updates the weights once. In the same way they share the reference, if they are in one block of `hierarchical`.
 
 Everything else ends the lockstep: a message for a learner, a death, an average with which an epoch ends, or a request
 of any learner. Then the others catch up with the leader, and are asked again. Weights and rows are bitwise the same.
@@ -16,6 +16,7 @@ from math import isfinite
 
 from rudra.compute.bank.bursts import BankBursts
 from rudra.compute.device.streams import Pending
+from rudra.core import buffer_names
 from rudra.core.actions import Action, Compute, PullReplica, StepReplica, Update
 from rudra.core.bursts import BankDone
 from rudra.core.events import Computed, Event, MemoryExhausted, Reduced, ReplicaStepped, Updated
@@ -77,7 +78,7 @@ class Lockstep:
         else:
             self._begin(self._doing[0], chain((first,), work))
 
-    def takes(self, action: Action, fewest_steps: int) -> bool:
+    def takes(self, action: Action, fewest_steps: float) -> bool:
         """Returns whether an action of the leader is done for all learners.
 
         Args:
@@ -100,13 +101,13 @@ class Lockstep:
                 self.end()
                 for follower, compute in zip(followers, actions[1:], strict=True):
                     self._do(follower.id, compute)
-            case StepReplica():
+            case StepReplica(replica=buffer_names.REPLICA):
                 self._step(action)
                 return True
-            case PullReplica():
+            case PullReplica(replica=buffer_names.REPLICA):
                 self._making.approach(action.elasticity)
                 return True
-            case Update():
+            case Update() | StepReplica():  # of the weights, or of the reference of a block
                 self._making.apart = True
         return False
 
@@ -138,7 +139,9 @@ class Lockstep:
         """Returns whether an event does not reach its role, now or at all. An unusual event ends the lockstep."""
         leader, *followers = self._learners
         if role == leader.id:
-            if isinstance(event, Updated | MemoryExhausted):
+            if isinstance(event, ReplicaStepped):
+                self._bring_differences(event)
+            if isinstance(event, Updated | ReplicaStepped | MemoryExhausted):
                 self._events.extendleft(reversed(self._postponed))
                 self._postponed.clear()
                 return False
@@ -150,11 +153,22 @@ class Lockstep:
             return True
         elif all(role != follower.id for follower in followers):
             return False
-        if leader.ledger.updating:
+        if leader.is_settling:
             self._postponed.append((role, event))
             return True
         self.end()
         return False
+
+    def _bring_differences(self, event: ReplicaStepped) -> None:
+        """Lets the followers bring the difference of the reference of their block, if a period ends with its step."""
+        leader, *followers = self._learners
+        now, brought = self._clock(), list[tuple[int, Action]]()
+        for follower in followers:
+            brought += ((follower.id, action) for action in follower.follow_correction(event, leader, now))
+        if brought:
+            self._making.share_difference()
+        for role, action in brought:
+            self._do(role, action)
 
     def end(self) -> None:
         """Lets all learners be asked again, if there is a lockstep."""

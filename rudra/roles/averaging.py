@@ -383,11 +383,21 @@ class Averager(Replica):
     @property
     def stands_with(self) -> tuple[Any, ...]:
         """What learners have in common that wait for the same mini-batch, after the same updates."""
-        flags = self._under_way, self._quiet, self._quiet_next, self._digest
-        return self.state, self.place, self.ledger.timestamp, self.ledger.updating, flags
+        flags = self._under_way, self._quiet, self._quiet_next, self._digest, self._sharing.busy
+        return self.state, self.place, self.ledger.timestamp, self.is_settling, flags
+
+    @property
+    def is_settling(self) -> bool:
+        """Whether an average has come, and what it changes is not complete."""
+        return self.ledger.updating or self._sharing.correcting
 
     def only_updates(self, event: Reduced) -> bool:
-        """Returns whether an average only updates the weights: nobody asks for more, and no epoch or job ends."""
+        """Returns whether an average only updates the weights: nobody asks for more, and no epoch or job ends.
+
+        Or it only corrects the reference of a block.
+        """
+        if event.group != self._sharing.everybody:
+            return True
         ledger, words = self.ledger, event.words
         asks = any(word.enough or word.stopped or word.saves or word.decided for word in words)
         lowers = max(word.lowered for word in words) > len(ledger.rules.lr_drops)
@@ -405,13 +415,23 @@ class Averager(Replica):
         self._periods.made.add(self.log.describe(event, self._periods.number))
 
     def follow_step(self, event: ReplicaStepped, leader: "Averager", now: float) -> list[Action]:
-        """Notes a step, while this learner follows. Brings its difference into the average if a period ends."""
+        """Notes a step, while this learner follows. Brings what is averaged after it."""
         self._stepped_at, self._step_s, self._held_s = now, event.seconds, leader._held_s
-        if not self._periods.is_complete:
-            return []
+        ends = self._periods.is_complete
+        reduce = self._sharing.correct(self._periods.made.last, ends_period=ends)
+        if ends:
+            self._end_period()
+            if reduce is None:
+                return self._bring_too(event, leader, now)
+        return [] if reduce is None else [reduce]
+
+    def _bring_too(self, event: ReplicaStepped, leader: "Averager", now: float) -> list[Action]:
         self._digest = leader._digest
-        self._end_period()
         return [self._bring(event.distance, now)]
+
+    def follow_correction(self, event: ReplicaStepped, leader: "Averager", now: float) -> list[Action]:
+        """Notes the correction of the block's reference, while this learner follows. A period may end with it."""
+        return self._bring_too(event, leader, now) if self._sharing.corrected() else []
 
     def follow_next(self, now: float) -> list[Action]:
         """Begins the next mini-batch, while this learner follows. The first action computes it."""

@@ -23,11 +23,11 @@ class OwnReplica:
         everybody: number that identifies reductions over all learners.
         pools: whether gradients are averaged over the group before a step.
         busy: whether the next step must wait for a correction.
+        correcting: whether this correction is being made, after its reduction.
     """
 
     everybody = 0
-    pools = False
-    busy = False
+    pools = busy = correcting = False
 
     def __init__(self, rule: Averaging) -> None:
         self._rule = rule
@@ -142,7 +142,7 @@ class SharedReference(OwnReplica):
     def __init__(self, rule: Averaging, plan: Plan, role: int) -> None:
         self._group = _Group(plan, role)
         self.follow(rule)
-        self.busy = self._ends = False
+        self.busy = self.correcting = self._ends = False
 
     def follow(self, rule: Averaging) -> None:
         super().follow(rule)
@@ -163,6 +163,7 @@ class SharedReference(OwnReplica):
         return self._group.reduce(CORRECTION, gradient)
 
     def reduced(self) -> list[Action]:
+        self.correcting = True
         rate = self._elasticity * self._group.size
         if not self._ends:
             return [StepReplica(CORRECTION, REFERENCE, rate)]
@@ -170,7 +171,7 @@ class SharedReference(OwnReplica):
         return [move, PullReplica(REFERENCE, WEIGHTS, self._rule.elasticity)]
 
     def corrected(self) -> bool:
-        self.busy = False
+        self.busy = self.correcting = False
         return self._ends
 
 

@@ -141,6 +141,18 @@ LOCKSTEP = {
             {"at_epoch": 1, "averaging": {"period": 3}},
         ],
     ),
+    "blocks": make_job(ranks=2, topology={"name": "hierarchical", "options": {"blocks": 2}}),
+    "blocks of two ranks": make_job(
+        ranks=2, averaging={"period": 3}, topology={"name": "hierarchical", "options": {"blocks": 1}}
+    ),
+    "blocks, fused": make_job(
+        "easgd",
+        learners=6,
+        ranks=2,
+        averaging={"period": 2},
+        topology={"name": "hierarchical", "options": {"blocks": 2}},
+        cluster={"bank": "fused"},
+    ),
     "dormant, period 1": make_job(
         learners=6,
         ranks=2,
@@ -262,7 +274,7 @@ def test_all_adverse_orders_give_one_result(name: str) -> None:
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("name", ["streams", "fused", "sma, period 5", "sma, period 1", "elastic, fused"])
+@pytest.mark.parametrize("name", ["streams", "fused", "sma, period 5", "sma, period 1", "elastic, fused", "blocks"])
 def test_all_adverse_orders_of_local_steps_give_one_result(name: str) -> None:
     ways = [ASKED, *(f"recorded {seed}" for seed in range(LOCAL_SEEDS))]
     _, runs, _ = on_ranks(burst_runs, jobs={name: (LOCAL | LOCKSTEP)[name]}, ways=ways, together=True)

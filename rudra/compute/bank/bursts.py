@@ -47,7 +47,7 @@ class BankBursts:
 
     Attributes:
         hurries: Whether a burst ends after the round under way, because a learner is asked for something else.
-        apart: Whether only the first learner has the central model.
+        apart: Whether only the first learner has the central model, and the reference of its block.
     """
 
     def __init__(
@@ -112,10 +112,14 @@ class BankBursts:
                 yield None
         yield BurstMade(burst, *figures, gradient_s, step_s, average_s).first(made)
 
-    def _share_central(self) -> None:
-        """Lets all learners read the central model, which may be in other memory after an update."""
+    def _share_central(self, name: str = WEIGHTS) -> None:
+        """Lets all learners read the central model, which may be in other memory after an update.
+
+        Args:
+            name: `REFERENCE`, if they are corrected by the reference of their block instead.
+        """
         first, *others = self._learners
-        central = first.buffer(WEIGHTS)
+        central = first.buffer(name)
         for other in others:
             other.put(CENTRAL, central)
 
@@ -183,9 +187,16 @@ class BankBursts:
     def step(self, action: StepReplica) -> Iterator[BankDone | Pending | None]:
         """Steps the replica of each learner, in lockstep."""
         if action.difference:
-            self._share_central()
+            self._share_central(action.weights)
         works = [executor.attempt(action) for executor, action in self._with_central(action)]
         yield BankDone(tuple((yield from _together(works))))
+
+    def share_difference(self) -> None:
+        """Lets all learners bring the same difference into an average: that of the reference of their block."""
+        first, *others = self._learners
+        shared = first.buffer(DIFFERENCE)
+        for other in others:
+            other.borrow(DIFFERENCE, shared)
 
     def settle(self) -> None:
         """Gives all learners the central model, and the state of its optimiser."""
