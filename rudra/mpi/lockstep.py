@@ -1,12 +1,12 @@
-"""Lockstep: the first learner of a rank is asked for all of them, if its learners average with those of other ranks.
+"""Lockstep: if learners of several ranks average, each rank asks only its first learner, for all its learners.
 
-All learners of a rank do the same at the same time. So only the first one, the leader, is asked what to do. Its rank
-does that for all of them, and tells the leader when all are done. The others follow: they only note their own
-mini-batches, and bring their own differences into the averages. They share the leader's copy of the weights, so the
-rank updates the weights once. In the same way they share the reference, if they are in one block of `hierarchical`.
+All learners of a rank do the same at the same time. So the rank asks only the first one, the leader, what to do. It
+does that for all of them, and then the leader gets the event. The others follow: they only note their own mini-batches,
+and bring their own differences into the averages. They share the leader's copy of the weights, so the rank updates the
+weights once. In the same way they share the reference, if they are in one block of `hierarchical`.
 
-Everything else ends the lockstep: a message for a learner, a death, an average with which an epoch ends, or a request
-of any learner. Then the others catch up with the leader, and are asked again. Weights and rows are bitwise the same.
+Everything else ends the lockstep: a message for a learner, a death, a request of any learner, or an average that ends
+an epoch. Then the others catch up with the leader, and are asked again. Weights and rows are bitwise the same.
 """
 
 from collections import deque
@@ -83,7 +83,7 @@ class Lockstep:
 
         Args:
             action: The action.
-            fewest_steps: Local steps from which on they do not proceed in lockstep.
+            fewest_steps: Fewest local steps that are not made in lockstep.
         """
         leader, *followers = self._learners
         match action:

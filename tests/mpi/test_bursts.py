@@ -252,6 +252,14 @@ def test_learners_in_lockstep_give_the_content_of_a_run_whose_learners_are_asked
         assert run["content"] == asked["content"]
 
 
+def test_a_block_on_one_rank_proceeds_in_lockstep() -> None:
+    job = make_job(averaging={"period": 2}, topology={"name": "hierarchical", "options": {"blocks": 1}})
+    runs, *_ = on_ranks(burst_runs, jobs={"block": job}, ways=(ASKED, "bursts", "recorded 1"))
+    for way in ("bursts", "recorded 1"):
+        assert runs[f"block: {way}"]["in lockstep"] > 5
+        assert runs[f"block: {way}"]["content"] == runs[f"block: {ASKED}"]["content"]
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", ["fused", "streams"])
 def test_a_bank_continues_if_one_learner_did_not_wait_for_a_burst(name: str) -> None:
