@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -170,7 +170,10 @@ def wait_for_updates(
     else:
         _gate(process.args).unlink(missing_ok=True)  # type: ignore[arg-type]
 
+    more = _allowance(process)
+
     def come() -> bool:
+        more()
         return _come(output, count, table, parts) and (not kept or _kept(output, parts))
 
     came = eventually(lambda: process.poll() is not None or come())
@@ -186,11 +189,28 @@ def _hold(process: subprocess.Popen[str], batches: int) -> None:
     gate.with_suffix(".new").rename(gate)
 
 
+def _allowance(process: subprocess.Popen[str]) -> Callable[[], None]:
+    """Returns what to call all the time: each learner that is held gets one more mini-batch every two seconds.
+
+    A rank that waits for a mini-batch calls no MPI. It may notice no death, and its last messages may wait in MPI,
+    because the rank that they go to was slow.
+    """
+    gate, since = _gate(process.args), time.monotonic()  # type: ignore[arg-type]
+
+    def more() -> None:
+        nonlocal since
+        if time.monotonic() > since + 2:
+            since = time.monotonic()
+            with suppress(OSError, ValueError):  # nobody holds the run
+                _hold(process, int(gate.read_text()) - AHEAD + 1)
+
+    return more
+
+
 def wait_for_deaths(process: subprocess.Popen[str], output: Path, count: int = 1, *, steps: int | None = None) -> None:
     """Waits until a run has recorded the deaths of ranks, which a busy machine notices late, or has ended.
 
-    A run that nobody holds may end before anybody notices. Learners that wait for a mini-batch may notice nothing, so
-    they get one more every two seconds.
+    A run that nobody holds may end before anybody notices.
 
     Args:
         process: the command.
@@ -201,14 +221,10 @@ def wait_for_deaths(process: subprocess.Popen[str], output: Path, count: int = 1
     if steps is not None:
         _hold(process, steps)
 
-    gate, since = _gate(process.args), time.monotonic()  # type: ignore[arg-type]
+    more = _allowance(process)
 
     def recorded() -> bool:
-        nonlocal since
-        if time.monotonic() > since + 2:
-            since = time.monotonic()
-            with suppress(OSError, ValueError):  # nobody holds the run
-                _hold(process, int(gate.read_text()) - AHEAD + 1)
+        more()
         (events,) = _peek(output, "events")
         return len(events) > 0 and int((events["kind"] == b"lost").sum()) >= count
 
