@@ -379,9 +379,7 @@ class ReferrerExecutor(AveragerExecutor):
 
     def follow(self, other: OwnerExecutor) -> None:
         super().follow(other)
-        reference = self.renew(REFERENCE)
-        reference.vector.copy_(other.buffer(REFERENCE).vector)
-        reference.version += 1
+        self._copy_from(other, REFERENCE)
 
     def _rule_for(self, replica: str) -> UpdateRule:
         return self._moves_reference if replica == REFERENCE else super()._rule_for(replica)

@@ -464,7 +464,7 @@ class Rank:
         begin, events, lockstep = self._work.begin_here, self._roles.events, None
         apart, together = plan.sharing == "nothing", len({plan.roles[role].group for role in roles}) == 1
         if len(roles) > 1 and together and not (alone and apart) and not self._reductions.buckets:
-            lockstep = Lockstep(making, self._do, self._perform, self._handle, begin, events, clock)
+            lockstep = Lockstep(roles, making, self._do, self._perform, self._handle, begin, events, clock)
         if not apart and lockstep is None:
             return None
         machines = self._roles.machines

@@ -27,6 +27,7 @@ class Lockstep:
     """Lockstep of the learners of a rank.
 
     Args:
+        roles: Learners of the rank, in learner order.
         making: Does actions of all learners.
         do: Does an action of a role.
         perform: Does a computation of a role, without the others.
@@ -38,6 +39,7 @@ class Lockstep:
 
     def __init__(
         self,
+        roles: Sequence[int],
         making: BankBursts,
         do: Callable[[int, Action], None],
         perform: Callable[[int, Compute], None],
@@ -47,9 +49,8 @@ class Lockstep:
         clock: Callable[[], float],
     ) -> None:
         self._making, self._do, self._perform, self._handle, self._begin = making, do, perform, handle, begin
-        self._events, self._clock = events, clock
+        self._roles, self._events, self._clock = roles, events, clock
         self._learners: list[Averager] = []  # the leader, and those that follow it. Empty: there is no lockstep
-        self._doing: list[int] = []  # roles whose action is under way together
         self._computing: Sequence[Compute] = ()  # the last mini-batch of each
         self._known = 0  # followers that still get the event of an average that the leader has taken for them
         self._postponed: list[tuple[int, Event]] = []
@@ -65,18 +66,17 @@ class Lockstep:
         self._compute([actions[learner.id] for learner in learners])
 
     def _compute(self, actions: Sequence[Compute]) -> None:
-        self._doing, self._computing = [learner.id for learner in self._learners], actions
-        self._begin(self._doing[0], self._making.compute(actions))
+        self._computing = actions
+        self._begin(self._roles[0], self._making.compute(actions))
 
     def _step(self, action: StepReplica) -> None:
         """Steps all replicas: at once, unless a device does it."""
-        self._doing = [learner.id for learner in self._learners]
         work = self._making.step(action)
         first = next(work)
         if isinstance(first, BankDone):
             self.take(first)
         else:
-            self._begin(self._doing[0], chain((first,), work))
+            self._begin(self._roles[0], chain((first,), work))
 
     def takes(self, action: Action, fewest_steps: float) -> bool:
         """Returns whether an action of the leader is done for all learners.
@@ -113,15 +113,14 @@ class Lockstep:
 
     def take(self, done: BankDone) -> None:
         """Tells the learners what they have done together."""
-        roles, self._doing = self._doing, []
         if not done.events:  # each learner finds out by itself that the memory does not suffice
             self.end()
-            for role, compute in zip(roles, self._computing, strict=True):
+            for role, compute in zip(self._roles, self._computing, strict=True):
                 self._perform(role, compute)
             return
         if not (self.is_on and all(map(_is_usual, done.events))):
             self.end()
-            for role, event in zip(roles, done.events, strict=True):
+            for role, event in zip(self._roles, done.events, strict=True):
                 self._handle(role, event)
             return
         leader, *followers = self._learners
@@ -151,7 +150,7 @@ class Lockstep:
         elif isinstance(event, Reduced) and self._known:
             self._known -= 1
             return True
-        elif all(role != follower.id for follower in followers):
+        elif role not in self._roles:
             return False
         if leader.is_settling:
             self._postponed.append((role, event))

@@ -382,7 +382,7 @@ class Averager(Replica):
 
     @property
     def stands_with(self) -> tuple[Any, ...]:
-        """What learners have in common that wait for the same mini-batch, after the same updates."""
+        """State that is the same for learners that wait for the same mini-batch after the same updates."""
         flags = self._under_way, self._quiet, self._quiet_next, self._digest, self._sharing.busy
         return self.state, self.place, self.ledger.timestamp, self.is_settling, flags
 
@@ -392,9 +392,9 @@ class Averager(Replica):
         return self.ledger.updating or self._sharing.correcting
 
     def only_updates(self, event: Reduced) -> bool:
-        """Returns whether an average only updates the weights: nobody asks for more, and no epoch or job ends.
+        """Returns whether an average only updates the weights, or only corrects the reference of a block.
 
-        Or it only corrects the reference of a block.
+        Otherwise a learner asks for more, or an epoch or a job ends with it.
         """
         if event.group != self._sharing.everybody:
             return True

@@ -105,7 +105,8 @@ class BankBursts:
                 (updated,) = yield from _together([self._update(burst, made)])
                 assert isinstance(updated, Updated)
                 digests[made] = updated.digest
-                self._approach(burst)
+                if burst.elasticity is not None:
+                    self.approach(burst.elasticity)
                 average_s += time.perf_counter() - began
             made += 1
             if made < burst.rounds:
@@ -122,9 +123,6 @@ class BankBursts:
         central = first.buffer(name)
         for other in others:
             other.put(CENTRAL, central)
-
-    def _central(self, place: int) -> str:
-        return CENTRAL if place else WEIGHTS
 
     def _computed(self, burst: Burst, number: int) -> _Events:
         timestamp = burst.timestamp + (number // burst.period) * burst.averages
@@ -163,16 +161,11 @@ class BankBursts:
         about = burst.weight_rates[update], burst.timestamp + update + 1
         return first.perform(Update(DIFFERENCE, WEIGHTS, *about))
 
-    def _approach(self, burst: Burst) -> None:
-        """Moves the replicas towards the new central model, if the rule does so after an update."""
-        if burst.elasticity is not None:
-            self.approach(burst.elasticity)
-
     def approach(self, elasticity: float) -> None:
         """Moves all replicas towards the central model, by a fraction of the distance."""
         self._share_central()
         for place, executor in enumerate(self._learners):
-            executor.approach(PullReplica(REPLICA, self._central(place), elasticity))
+            executor.approach(PullReplica(REPLICA, CENTRAL if place else WEIGHTS, elasticity))
 
     def compute(self, actions: Sequence[Compute]) -> Iterator[BankDone | Pending | None]:
         """Computes a gradient of each learner, in lockstep. There are no events if the memory does not suffice."""
@@ -192,7 +185,7 @@ class BankBursts:
         yield BankDone(tuple((yield from _together(works))))
 
     def share_difference(self) -> None:
-        """Lets all learners bring the same difference into an average: that of the reference of their block."""
+        """Lets all learners bring the difference of their block's reference into an average."""
         first, *others = self._learners
         shared = first.buffer(DIFFERENCE)
         for other in others:
