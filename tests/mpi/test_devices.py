@@ -142,7 +142,7 @@ def ipc(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
         assert rank["late"]
         assert "sent" not in rank
     assert sum(rank.get("left", 0) for rank in ranks) >= sum(rank["landed"] for rank in ranks)
-    assert ranks[3]["exchanged in slots"] > 50
+    assert ranks[3]["exchanged in slots"] > 100
     assert ranks[3]["exchanged in main memory"] > 10, "blocks add sums of their own"
     return paths
 
@@ -163,7 +163,7 @@ def train_on_two_nodes(between: str, names: set[str], directory: Path) -> dict[s
     """Trains with a transport for each pair of ranks."""
     runs = {name: nodes for name, nodes in TWO_NODES.items() if name in names}
     paths, ranks = train_on_devices(("ipc", between), runs, directory)
-    assert ranks[0]["sent"] > 50
+    assert ranks[0]["sent"] > 100
     assert ranks[0]["left"] > 50
     assert ranks[0]["late"]
     assert ("buckets" in ranks[0]) == (between == "staged")
@@ -187,7 +187,7 @@ def nccl(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     runs = {name: nodes for name, nodes in REDUCED.items() if name in names}
     paths, ranks = train_on_devices(("ipc", "staged", True), runs, tmp_path_factory.mktemp("runs"), reduction="mpi")
     for rank in ranks[2:4]:
-        assert rank["summed"] > 50
+        assert rank["summed"] >= 80
         assert rank["not summed yet"] > rank["summed"]
         assert not any("exchanged" in name for name in rank)
     return paths
