@@ -6,12 +6,13 @@ header. An earlier message has described it.
 """
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from rudra.core import records
 from rudra.core.messages import DESCRIBED, MESSAGES, ROWS, GroupFlags, Message, MessageKind, Rows
@@ -26,6 +27,8 @@ _CODES = {
     "<u8": "Q",
     "<f4": "f",
     "<f8": "d",
+    "|b1": "?",
+    "|u1": "B",
     "|S64": "64s",
     "|S16": "16s",
     "|S512": "512s",
@@ -123,18 +126,30 @@ def decode(data: bytes | bytearray | memoryview) -> Message:
     return message
 
 
-_FLAGS = struct.Struct("<Qi???Bd")
-FLAGS_BYTES = _FLAGS.size
+MEMBER = np.dtype(
+    [
+        ("offset", "<i8"),
+        *(("digest", "<u8"), ("lowered", "<i4"), ("enough", "?"), ("stopped", "?"), ("saves", "?")),
+        *(("decided", "u1"), ("distance", "<f8")),
+        *records.GRADIENT.descr,
+    ]
+)
+"""Contribution of a member to a reduction: offset of its gradient in shared memory, `GroupFlags`, `GRADIENT`."""
+
+_FLAGS_END = 1 + len(msgspec.structs.fields(GroupFlags))
+_MEMBER = _struct(MEMBER)
 
 
-def encode_flags(flags: GroupFlags) -> bytes:
-    """Encodes the flags that travel in a reduction, in `FLAGS_BYTES` bytes."""
-    return _FLAGS.pack(*msgspec.structs.astuple(flags))
+def write_member(rows: npt.NDArray[np.uint8], place: int, offset: int, word: GroupFlags, gradient: Gradient) -> None:
+    """Writes a row of `MEMBER` into the bytes of some rows, in a third of NumPy's time."""
+    about = (*msgspec.structs.astuple(word), *msgspec.structs.astuple(gradient))
+    _MEMBER.pack_into(rows.data, place * _MEMBER.size, offset, *about)
 
 
-def decode_flags(data: bytes | bytearray | memoryview) -> GroupFlags:
-    """Decodes flags from the output of `encode_flags`. Other bytes may follow them."""
-    return GroupFlags(*_FLAGS.unpack_from(data))
+def members(rows: npt.NDArray[np.uint8]) -> Iterator[tuple[int, GroupFlags, Gradient]]:
+    """Yields offset, flags and gradient of each row of `MEMBER` in some bytes."""
+    for row in _MEMBER.iter_unpack(rows.data):
+        yield row[0], GroupFlags(*row[1:_FLAGS_END]), Gradient(*row[_FLAGS_END:])
 
 
 def generation_of(data: bytes | bytearray | memoryview) -> int:

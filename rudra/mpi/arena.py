@@ -196,16 +196,18 @@ class Arena:
 
     def offset(self, array: npt.NDArray[Any]) -> int | None:
         """Returns the offset of an array in this rank's memory, or None if the array is elsewhere."""
-        address = array.ctypes.data
+        return self._offset_at(array.ctypes.data)
+
+    def offset_of(self, buffer: Buffer) -> int | None:
+        """Returns the offset of a buffer in this rank's memory, or None if it is elsewhere."""
+        return self._offset_at(buffer.vector.data_ptr())  # a fifth of the time of its array
+
+    def _offset_at(self, address: int) -> int | None:
         place = bisect_right(self._mine, address, key=itemgetter(0)) - 1
         if place < 0:
             return None
         first, size, offset = self._mine[place]
         return offset + address - first if address < first + size else None
-
-    def offset_of(self, buffer: Buffer) -> int | None:
-        """Returns the offset of a buffer in this rank's memory, or None if it is elsewhere."""
-        return self.offset(buffer.array)
 
     def bytes_at(self, rank: int, offset: int, length: int) -> torch.Tensor:
         """Returns a neighbour's memory as a tensor, (length,) uint8, to be read only."""

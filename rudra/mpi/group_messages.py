@@ -1,8 +1,7 @@
 """Messages between the ranks of a compute group, and the buffers that these ranks read of each other."""
 
-import struct
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,17 +9,12 @@ from mpi4py import MPI
 
 from rudra.compute.averaging import factors_of
 from rudra.compute.vectors import Buffer
-from rudra.core.actions import Reduce
-from rudra.core.messages import NOT_PULLING, GroupFlags, PushedGradient
+from rudra.core.messages import GroupFlags
 from rudra.core.records import Gradient
-from rudra.core.wire import FLAGS_BYTES, decode, decode_flags, encode, encode_flags, tail_bytes
+from rudra.core.wire import MEMBER, members
 from rudra.mpi.failures import RequestState, outcome
 from rudra.mpi.group_slices import GroupSlices
 from rudra.mpi.pieces import pieces_of
-
-_OFFSET = struct.Struct("<q")
-_MESSAGE = _OFFSET.size + FLAGS_BYTES
-_ROW = _MESSAGE + tail_bytes(1)
 
 
 class GroupRequests:
@@ -84,7 +78,7 @@ class GroupRows:
         division: division of the group's vector.
 
     Attributes:
-        of_rank: rank -> rows of its members.
+        of_rank: rank -> bytes of its members' rows of `MEMBER`, uint8.
         gradients: gradients of the members, in group_rank order. These and the next attributes are set when all rows
             are here.
         words: flags of the members, in group_rank order.
@@ -94,35 +88,24 @@ class GroupRows:
 
     def __init__(self, division: GroupSlices) -> None:
         self._places = {**division.others, division.me: division.mine}
-        self.of_rank = {rank: np.zeros((len(places), _ROW), np.uint8) for rank, places in self._places.items()}
+        self.of_rank = {
+            rank: np.zeros(len(places) * MEMBER.itemsize, np.uint8) for rank, places in self._places.items()
+        }
         self.gradients: tuple[Gradient, ...] = ()
         self.words: tuple[GroupFlags, ...] = ()
         self.factors: Sequence[int] = ()
         self.offsets: list[int] = []
 
-    def write(self, rank: int, number: int, action: Reduce, offset: int) -> None:
-        """Writes the row of a member.
-
-        Args:
-            rank: rank of the member.
-            number: position of the member on its rank.
-            action: action of the member that starts the reduction.
-            offset: offset of the member's gradient in the memory of its rank.
-        """
-        message = encode(PushedGradient(0, 0, NOT_PULLING, (action.gradient,)))
-        said = _OFFSET.pack(offset) + encode_flags(action.word) + message
-        self.of_rank[rank][number].data[: len(said)] = said
-
     def take_in(self) -> None:
         """Parses the rows, after the rows of all members have arrived."""
-        rows: dict[int, memoryview] = {}
+        found: dict[int, tuple[int, GroupFlags, Gradient]] = {}
         for rank, places in self._places.items():
-            rows |= zip(places, (row.data for row in self.of_rank[rank]), strict=True)
-        ordered = [rows[place] for place in range(len(rows))]
-        self.gradients = tuple(cast(PushedGradient, decode(row[_MESSAGE:])).gradients[0] for row in ordered)
-        self.words = tuple(decode_flags(row[_OFFSET.size :]) for row in ordered)
+            found |= zip(places, members(self.of_rank[rank]), strict=True)
+        ordered = [found[place] for place in range(len(found))]
+        self.offsets = [offset for offset, _, _ in ordered]
+        self.words = tuple(word for _, word, _ in ordered)
+        self.gradients = tuple(gradient for _, _, gradient in ordered)
         self.factors = factors_of([gradient.samples for gradient in self.gradients])
-        self.offsets = [_OFFSET.unpack_from(row)[0] for row in ordered]
 
 
 class LentBuffers:

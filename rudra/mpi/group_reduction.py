@@ -269,7 +269,10 @@ class GroupReduction:
                 (role, action, executor, *self._exchange.copied(executor.buffer(action.buffer).vector))
             )
             return
-        if self._thread is not None and not (self.early and role in self._driven):
+        if self._thread is None:
+            self._begin(role, action, executor, executor.buffer(action.buffer))
+            return
+        if not (self.early and role in self._driven):
             self._take_over([role])
         with self._lock:
             self._begin(role, action, executor, executor.buffer(action.buffer))
@@ -280,16 +283,20 @@ class GroupReduction:
             return
         if self._waits is not None:
             self._waits.begin(time.perf_counter())
-        early, expected = self._early.pop(role, (action, buffer))
-        assert expected is buffer
-        assert early.gradient.samples == action.gradient.samples
+        if (found := self._early.pop(role, None)) is not None:
+            early, expected = found
+            assert expected is buffer
+            assert early.gradient.samples == action.gradient.samples
         if role in self._driven:  # the thread begins the rest
             self._early[role] = action, buffer
             self._held |= self._waiting[role]
             self._final[role].clear()
             self._begun[role] = action, executor, buffer
             return
-        for number in sorted(self._waiting.setdefault(role, {*range(len(self._parts))})):
+        waiting = self._waiting.get(role)
+        if waiting is None:
+            waiting = self._waiting[role] = {*range(len(self._parts))}
+        for number in sorted(waiting):
             self._begin_part(number, role, action, buffer)
         self._begun[role] = action, executor, buffer
 

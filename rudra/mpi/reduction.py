@@ -33,6 +33,7 @@ from rudra.compute.averaging import CHUNK, Addends, added, average, finish_mean,
 from rudra.compute.device.streams import Stream
 from rudra.compute.vectors import Buffer, Take
 from rudra.core.actions import Reduce
+from rudra.core.wire import write_member
 from rudra.mpi.arena import Arena
 from rudra.mpi.failures import outcome
 from rudra.mpi.group_messages import GroupRequests, GroupRows, LentBuffers
@@ -123,16 +124,16 @@ class PartReduction:
 
     def begin(self, role: int, action: Reduce, buffer: Buffer) -> None:
         """Starts a reduction for a member here. All members start the same one, and complete it before the next."""
-        its = self.division
+        its, roles, begun = self.division, self.division.roles, self.begun
         if not self._expects:
             self.expect()
         if its.near:
             self._lent.lend(buffer)
-        self.begun[role] = action, buffer
-        while self._handed_out < len(its.roles) and its.roles[self._handed_out] in self.begun:
-            self._hand_out(self._handed_out, *self.begun[its.roles[self._handed_out]])
+        begun[role] = action, buffer
+        while self._handed_out < len(roles) and (found := begun.get(roles[self._handed_out])) is not None:
+            self._hand_out(self._handed_out, *found)
             self._handed_out += 1
-        complete = len(self.begun) == len(its.roles)
+        complete = len(begun) == len(roles)
         for rank in its.others if complete else ():
             self._requests.send(self.rows.of_rank[its.me], rank)
         if complete or its.far:
@@ -146,7 +147,7 @@ class PartReduction:
         its = self.division
         offset = self._arena.offset_of(buffer) if its.near and self._arena is not None else 0
         assert offset is not None
-        self.rows.write(its.me, number, action, offset)
+        write_member(self.rows.of_rank[its.me], number, offset, action.word, action.gradient)
         for rank in its.far:
             for owner in its.added_by(rank):
                 self._requests.send(self._array(buffer)[its.of_rank[owner]], rank)
@@ -211,21 +212,22 @@ class PartReduction:
             self._hand_on(buffers, to_all=to_all)
             yield True
 
-    def _there(self, rank: int, place: int) -> torch.Tensor:
-        """Returns the gradient of a member on a rank of this node."""
+    def _there(self, rank: int, place: int, some: slice) -> torch.Tensor:
+        """Returns a slice of the gradient of a member on a rank of this node."""
         assert self._arena is not None
-        return self._arena.floats_at(rank, self.rows.offsets[place] + 4 * self.part.start, self.division.size * 4)
+        first = self.rows.offsets[place] + 4 * (self.part.start + some.start)
+        return self._arena.floats_at(rank, first, 4 * (some.stop - some.start))
 
-    def _readable(self, buffers: Sequence[Buffer]) -> dict[int, torch.Tensor]:
-        """Returns the gradients in memory that this rank can read, by group rank."""
-        its = self.division
-        found = {place: self._vector(buffer) for place, buffer in zip(its.mine, buffers, strict=True)}
-        return found | {place: self._there(rank, place) for rank in its.near for place in its.others[rank]}
+    def _readable(self, buffers: Sequence[Buffer], some: slice) -> dict[int, torch.Tensor]:
+        """Returns a slice of the gradients in memory that this rank can read, by group rank."""
+        its, mine = self.division, slice(self.part.start + some.start, self.part.start + some.stop)
+        found = {place: buffer.vector[mine] for place, buffer in zip(its.mine, buffers, strict=True)}
+        return found | {place: self._there(rank, place, some) for rank in its.near for place in its.others[rank]}
 
     def _addends(self, buffers: Sequence[Buffer], owner: int) -> Addends:
         """Returns the addends of the home sum, in a slice that this rank adds."""
         its = self.division
-        found = {place: vector[its.of_rank[owner]] for place, vector in self._readable(buffers).items()}
+        found = self._readable(buffers, its.of_rank[owner])
         found |= {place: torch.from_numpy(came) for (place, of), came in self._incoming.items() if of == owner}
         places = its.sums[its.home]
         return [found[place] for place in places], [self.rows.factors[place] for place in places]
@@ -251,16 +253,19 @@ class PartReduction:
         sums = {number: ([torch.from_numpy(came)], [1]) for number, came in self._sums_of_others.items()}
         ordered: list[Addends] = [sums.get(i) or self._addends(buffers, its.me) for i in range(len(its.sums))]
         for part, room in self._slices(into):
-            of_part = [([vector[part] for vector in vectors], factors) for vectors, factors in ordered]
+            of_part = ordered
+            if room.numel() < into.numel():
+                of_part = [([vector[part] for vector in vectors], factors) for vectors, factors in ordered]
             finish_mean(into[part], of_part, sum(self.rows.factors), room)
         return ()
 
     def _slices(self, vector: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yields slices to add at once, and scratch memory for each. A device adds whole vectors at once."""
-        most = CHUNK if vector.is_cpu else max(1, len(vector))
-        if len(self._room) < min(most, len(vector)):
-            self._room = torch.zeros(min(most, len(vector)), device=vector.device)
-        for part in slices(0, len(vector), most):
+        size = vector.numel()
+        most = CHUNK if vector.is_cpu else max(1, size)
+        if self._room.numel() < min(most, size):
+            self._room = torch.zeros(min(most, size), device=vector.device)
+        for part in slices(0, size, most):
             yield part, self._room[: part.stop - part.start]
 
     def _exchange_means(self, buffers: Sequence[Buffer], *, to_all: bool) -> None:
@@ -302,13 +307,13 @@ class PartReduction:
         """
         its, room = self.division, torch.empty(0, device=buffers[0].vector.device)
         if its.alone:
-            readable = self._readable(buffers)
+            readable = self._readable(buffers, slice(0, its.size))
             sources = [readable[place] for place in range(len(readable))]
             samples = [gradient.samples for gradient in self.rows.gradients]
             return partial(summed, sources, samples, room)
         own = self._vector(buffers[0])
         sources = [
-            self._there(rank, its.others[rank][0]) if rank in its.near else own
+            self._there(rank, its.others[rank][0], slice(0, its.size)) if rank in its.near else own
             for rank in its.adders[its.home].values()
         ]
         return partial(joined, sources, its.step, room)

@@ -24,19 +24,20 @@ from rudra.core.messages import (
 from rudra.core.records import Gradient
 from rudra.core.wire import (
     CONTROL_BYTES,
-    FLAGS_BYTES,
+    MEMBER,
     decode,
-    decode_flags,
     encode,
-    encode_flags,
     in_pieces,
+    members,
     tail_bytes,
+    write_member,
 )
 
 INT32 = st.integers(0, 2**31 - 1)
 INT64 = st.integers(-(2**63), 2**63 - 1)
 FLOAT = st.floats(allow_nan=False)
 COUNT = st.floats(0, 2**20, width=32)
+WORDS = st.builds(GroupFlags, st.integers(0, 2**64 - 1), INT32, *[st.booleans()] * 3, st.integers(0, 255), FLOAT)
 GRADIENTS = st.builds(Gradient, INT64, INT32, INT32, *[INT64] * 4, FLOAT, FLOAT, COUNT, INT32)
 
 
@@ -103,11 +104,15 @@ def test_round_trip_of_gradients_from_a_buffer_that_is_used_again(gradients: lis
     assert all(type(gradient) is Gradient for gradient in decoded.gradients)
 
 
-@given(st.integers(0, 2**64 - 1), st.integers(0, 2**31 - 1), st.booleans(), st.booleans())
-def test_round_trip_of_what_a_group_is_told(digest: int, lowered: int, enough: bool, stopped: bool) -> None:
-    word = GroupFlags(digest, lowered, enough, stopped)
-    assert decode_flags(encode_flags(word) + b"\xff") == word
-    assert len(encode_flags(word)) == FLAGS_BYTES
+@given(st.lists(st.tuples(INT64, WORDS, GRADIENTS), min_size=1, max_size=4))
+def test_round_trip_of_what_the_members_of_a_group_tell(told: list[tuple[int, GroupFlags, Gradient]]) -> None:
+    rows = np.full(len(told) * MEMBER.itemsize, 0xFF, np.uint8)
+    for place, about in enumerate(told):
+        write_member(rows, place, *about)
+    assert [*members(rows)] == told
+    table = rows.view(MEMBER)
+    assert table[[*GroupFlags.__struct_fields__]].tolist() == [msgspec.structs.astuple(word) for _, word, _ in told]
+    assert table[[*Gradient.__struct_fields__]].tolist() == [msgspec.structs.astuple(each) for *_, each in told]
 
 
 def test_gradients_on_the_wire_are_rows_of_their_table() -> None:
