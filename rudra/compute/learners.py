@@ -279,8 +279,18 @@ class LearnerExecutor(Executor):
         super().close()
 
 
-class ReplicaExecutor(LearnerExecutor, OwnerExecutor):
-    """Executor of a learner that updates its own weights.
+class OwningLearnerExecutor(LearnerExecutor, OwnerExecutor):
+    """Executor of a learner that updates its own copy of the weights."""
+
+    @property
+    def steps_unwatched(self) -> bool:
+        """Whether neither hooks, norms, corrections nor averages over time see single steps or updates."""
+        watched = self.hooks, self.norms, self.update_norms, self.corrector
+        return not any(each is not None for each in watched) and not (self._averages or self.source.model.scaled)
+
+
+class ReplicaExecutor(OwningLearnerExecutor):
+    """Executor of a learner that updates its own weights by the average of gradients.
 
     While the average of a gradient arrives, it may begin the update and the next forward pass (`EarlyPass`). It then
     has another buffer for the weights, and another momentum.

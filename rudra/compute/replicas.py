@@ -18,7 +18,7 @@ from rudra.compute.device.streams import Number, Pending, known, until_done
 from rudra.compute.executor import performs
 from rudra.compute.final_gradients import Ready
 from rudra.compute.graphs import GraphedSteps
-from rudra.compute.learners import LearnerExecutor
+from rudra.compute.learners import LearnerExecutor, OwningLearnerExecutor
 from rudra.compute.optim import Rates, UpdateRule
 from rudra.compute.owners import OwnerExecutor, ServerExecutor, UpdateResult
 from rudra.compute.step_ahead import StepAhead
@@ -173,7 +173,7 @@ class ElasticExecutor(LearnerExecutor):
         replica.version += 1
 
 
-class AveragerExecutor(ElasticExecutor, OwnerExecutor):
+class AveragerExecutor(ElasticExecutor, OwningLearnerExecutor):
     """Executor that steps a replica, and steps the weights by the mean difference between them and all replicas.
 
     It may make the last step of a period while the gradient is computed (`StepAhead`). It then has another buffer for
@@ -193,12 +193,6 @@ class AveragerExecutor(ElasticExecutor, OwnerExecutor):
 
     def _rule_of(self, job: Job, plan: Plan, weights: torch.Tensor) -> UpdateRule:
         return outer_rule(job, plan, weights)
-
-    @property
-    def steps_unwatched(self) -> bool:
-        """Whether neither hooks, norms, corrections nor averages over time see single steps or updates."""
-        watched = self.hooks, self.norms, self.update_norms, self.corrector
-        return not any(each is not None for each in watched) and not (self._averages or self.source.model.scaled)
 
     def state_bytes(self) -> int:
         return super().state_bytes() + self._inner.state_bytes()

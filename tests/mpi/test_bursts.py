@@ -54,6 +54,11 @@ def make_job(name: str = "sma", learners: int = 4, *, ranks: int = 1, **tables: 
     )
 
 
+def make_hardsync(**tables: Any) -> rudra.Job:
+    """Returns a job without replicas and without a parameter server."""
+    return make_job("hardsync", topology={"name": "groups"}, **tables)
+
+
 WHOLE_LINES = {"hidden": [34]}
 """Options of a model with 2,560 parameters, as many as 160 cache lines of a CPU hold. Torch's fused optimiser, which
 steps all of them, reads its rate in memory, as it does on a GPU."""
@@ -83,6 +88,38 @@ JOBS = {
     "momentum": make_job(changes=[{"at_update": 19, "optimizer": {"momentum": 0.5}}]),
     "dormant": make_job(cluster={"active_learners": 2}, changes=[{"at_update": 31, "cluster": {"active_learners": 4}}]),
 }
+HARDSYNC = {
+    "momentum": make_hardsync(optimizer={"momentum": 0.9}),
+    "plain": make_hardsync(model={"name": "mlp", "options": WHOLE_LINES}, optimizer={"momentum": 0.0}),
+    "one learner": make_hardsync(learners=1, cluster={"learners_per_device": None, "bank": "auto"}),
+    "streams": make_hardsync(cluster={"bank": "graphs", "streams": 2}),
+    "fused": make_hardsync(cluster={"bank": "fused"}),
+    "BatchNorm": make_hardsync(model={"name": batchnorm}, cluster={"bank": "graphs"}),
+    "BatchNorm, fused": make_hardsync(model={"name": batchnorm}, cluster={"bank": "fused"}),
+    "dropout": make_hardsync(model={"name": small_models.normed_digits}),
+    "adam": make_hardsync(optimizer={"name": "adam", "learning_rate": 0.01, "momentum": 0.0}),
+    "clipped": make_hardsync(optimizer={"clip_norm": 0.5}),
+    "microbatches": make_hardsync(training={"microbatches": 2}),
+    "shares": make_hardsync(cluster={"shares": [1, 2, 3, 2]}),
+    "checkpoints": make_hardsync(
+        results={"checkpoint_every": "4 updates", "keep_checkpoints": "7 updates"},
+        optimizer={"schedule": "step", "milestones": [1]},
+    ),
+    "rates by update": make_hardsync(
+        model={"name": "mlp", "options": WHOLE_LINES}, optimizer={"schedule": "cosine", "schedule_every": "update"}
+    ),
+    "changes": make_hardsync(
+        changes=[
+            {"at_update": 19, "optimizer": {"learning_rate": 0.01, "momentum": 0.5}},
+            {"at_epoch": 1, "training": {"minibatch_size": 8}},
+        ]
+    ),
+    "dormant": make_hardsync(
+        cluster={"active_learners": 2}, changes=[{"at_update": 31, "cluster": {"active_learners": 4}}]
+    ),
+}
+"""Jobs whose learners have no replicas: their gradients are averaged."""
+
 LOCAL = {
     "sma, period 5": make_job(ranks=2, averaging={"period": 5}),
     "average, period 5": make_job("average", ranks=2, averaging={"period": 5}),
