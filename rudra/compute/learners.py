@@ -25,6 +25,7 @@ from rudra.compute.final_gradients import Ready
 from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import ERROR, LOSS, BatchFigures, BatchResult, GradientSource
 from rudra.compute.norms import NormMeter
+from rudra.compute.optim import UpdateRule
 from rudra.compute.owners import OwnerExecutor, UpdateResult
 from rudra.compute.speculation import SpeculativeSteps
 from rudra.compute.vectors import Buffer
@@ -287,6 +288,21 @@ class OwningLearnerExecutor(LearnerExecutor, OwnerExecutor):
         """Whether neither hooks, norms, corrections nor averages over time see single steps or updates."""
         watched = self.hooks, self.norms, self.update_norms, self.corrector
         return not any(each is not None for each in watched) and not (self._averages or self.source.model.scaled)
+
+    @property
+    def rules(self) -> dict[str, UpdateRule]:
+        """Rule that steps each vector of the learner, by the vector's buffer. The weights are the last one."""
+        return {WEIGHTS: self._rule}
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """Settings of these rules."""
+        return tuple(rule.settings for rule in self.rules.values())
+
+    @property
+    def steps_repeat(self) -> bool:
+        """Whether a device may repeat recorded steps of these vectors."""
+        return all(rule.repeats for rule in self.rules.values()) and self.computes_in_place
 
 
 class ReplicaExecutor(OwningLearnerExecutor):

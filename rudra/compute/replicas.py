@@ -197,29 +197,9 @@ class AveragerExecutor(ElasticExecutor, OwningLearnerExecutor):
     def state_bytes(self) -> int:
         return super().state_bytes() + self._inner.state_bytes()
 
-    def states(self, *, central: bool) -> list[torch.Tensor]:
-        """Returns the tensors of the replica's optimiser, and those of the optimiser of the weights if `central`."""
-        return [*self._inner.state().values(), *(self._rule.state().values() if central else ())]
-
     @property
-    def settings(self) -> tuple[str, str]:
-        """Settings of the optimisers of the replica and of the weights."""
-        return self._inner.settings, self._rule.settings
-
-    @property
-    def inner_rule(self) -> UpdateRule:
-        """Rule that steps the replica."""
-        return self._inner
-
-    @property
-    def weight_rule(self) -> UpdateRule:
-        """Rule that updates the weights."""
-        return self._rule
-
-    @property
-    def steps_repeat(self) -> bool:
-        """Whether a device may repeat recorded steps of the replica and of the weights."""
-        return self._inner.repeats and self._rule.repeats and self.computes_in_place
+    def rules(self) -> dict[str, UpdateRule]:
+        return {REPLICA: self._inner, **super().rules}
 
     @property
     def ahead_bytes(self) -> int:

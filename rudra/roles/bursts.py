@@ -40,8 +40,7 @@ class BankRecords:
     def __init__(self, learners: Sequence[Replica], *, alone: bool) -> None:
         self._learners, self._leader = learners, learners[0]
         self._updating = alone and all(learner.may_sleep for learner in learners)
-        self._rule, protocol = self._leader.rule, self._leader.ledger.rules.protocol
-        self._period, self._outer_rate = protocol.period, protocol.outer_rate
+        self._protocol = self._leader.ledger.rules.protocol
         self._next = [learner.log.upcoming for learner in learners]  # the mini-batch that each computes next
         self._spent = [0.0, 0.0, 0.0]  # seconds of gradients, waits and steps
         self._made = self._computed = 0  # updates, and mini-batches of each learner, that the learners do not know of
@@ -66,15 +65,14 @@ class BankRecords:
 
     def _prepare_updates(self, streams: Sequence[int]) -> None:
         """Makes the tables of updates."""
-        period, m = self._period, len(self._learners)
+        period, m = self._protocol.period, len(self._learners)
         self._gradients = np.zeros((MOST_ROUNDS, m), records.GRADIENT)
         self._gradients["learner"], self._gradients["scale"] = self._numbers, 1.0
         self._gradients["samples"], self._gradients["stream"] = self._samples * period, streams
         self._averages = np.zeros((MOST_ROUNDS, m), records.AVERAGE)
         self._averages["learner"] = self._numbers
-        self._of_update = int(self._samples.sum()) * period
         self._updates = np.zeros(MOST_ROUNDS, records.UPDATE)
-        self._updates["gradients"], self._updates["samples"] = m, self._of_update
+        self._updates["gradients"], self._updates["samples"] = m, self._samples.sum() * period
 
     def burst(self, most: int, now: float, begun: int = 0, *, begun_averages: bool = False) -> Burst | None:
         """Returns the next burst. None: the learners must compute the next mini-batch by themselves.
@@ -85,29 +83,29 @@ class BankRecords:
             begun: Number of rounds before them that are under way.
             begun_averages: Whether each of these ends with an average.
         """
-        leader, period = self._leader, self._period
+        leader, period = self._leader, self._protocol.period
         if self._updating and not leader.made.count and (begun_averages or not begun):
-            count = leader.quiet_updates(self._of_update, min(max(1, most // period), MOST_ROUNDS), now, begun)
-            if count:
-                return self._updates_ahead(count, begun)
+            samples, updates = int(self._samples.sum()) * period, min(max(1, most // period), MOST_ROUNDS)
+            if count := leader.quiet_updates(samples, updates, now, begun):
+                return self._updates_ahead(count, samples, begun)
         count = min(most, leader.local_steps - begun, MOST_ROUNDS)
         if count <= 0 or (begun and begun_averages):
             return None
         return self._ahead(count, leader.place[0], leader.rates_ahead(count, begun), (), begun)
 
-    def _updates_ahead(self, count: int, begun: int) -> Burst:
-        leader, ledger, period, outer = self._leader, self._leader.ledger, self._period, self._outer_rate
-        before, rates = begun * period, ledger.rates_ahead(count, self._of_update, begun)
+    def _updates_ahead(self, count: int, samples: int, begun: int) -> Burst:
+        ledger, period, outer = self._leader.ledger, self._protocol.period, self._protocol.outer_rate
+        before, rates = begun * period, ledger.rates_ahead(count, samples, begun)
         self._rates.append(rates)
         weight_rates = tuple(rates) if outer is None else (outer,) * count
-        steps = leader.rates_ahead(count * period, before)
+        steps = self._leader.rates_ahead(count * period, before)
         return self._ahead(count, ledger.timestamp + begun, steps, weight_rates, before)
 
     def _ahead(
         self, count: int, timestamp: int, rates: list[float], weight_rates: tuple[float, ...], before: int
     ) -> Burst:
         """Returns a burst that follows `before` mini-batches of each learner."""
-        rule = self._rule
+        rule = self._leader.rule
         return Burst(
             count,
             tuple((step + before, work.after(before)) for step, work in self._next),
@@ -182,10 +180,10 @@ class BankRecords:
         updates["learning_rate"], updates["digest"] = self._rates.popleft()[:count], event.digests
         updates["time_s"], updates["update_s"] = ends - event.average_s / count, event.average_s / count
         ledger.enter_burst(gradients.reshape(-1), updates)
-        if self._rule is not None:
+        if (rule := self._leader.rule) is not None:
             averages = self._averages[:count]
             averages["timestamp"], averages["distance"] = before[:, None] + 1, event.distances
-            averages["correction"] = self._rule.elasticity * event.distances
+            averages["correction"] = rule.elasticity * event.distances
             ledger.outbox.extend_by(MessageKind.AVERAGES, averages.reshape(-1))
         self._leader.enter_burst(count, int(event.digests[-1]))
         self._made += count
@@ -211,7 +209,7 @@ class BankRecords:
         rows["update"], rows["timestamp"] = timestamp + 1, timestamp
         rows["step"] = self._steps + (place + 1) * period - 1
         rows["first"] = self._firsts + place * period * self._strides
-        if self._rule is None:
+        if self._leader.rule is None:
             rows["loss"], rows["errors"] = event.losses[:, 0], event.errors[:, 0]
             return rows
         losses, errors = event.losses * self._samples, event.errors

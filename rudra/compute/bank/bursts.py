@@ -14,6 +14,7 @@ import numpy as np
 from msgspec import structs
 
 from rudra.compute.averaging import average
+from rudra.compute.bank.gathering import gradients_are_summed, throughout
 from rudra.compute.bank.graphs import streams_of
 from rudra.compute.bank.lanes import LaneUpdates
 from rudra.compute.bank.matrices import MatrixUpdates
@@ -22,6 +23,7 @@ from rudra.compute.device.devices import kind_of
 from rudra.compute.device.faults import memory_text
 from rudra.compute.device.streams import Pending
 from rudra.compute.learners import OwningLearnerExecutor
+from rudra.compute.replicas import AveragerExecutor
 from rudra.core.actions import Compute, PullReplica, StepReplica, Update
 from rudra.core.buffer_names import DIFFERENCE, GRADIENT, REPLICA, WEIGHTS
 from rudra.core.bursts import BankDone, Burst, BurstMade
@@ -253,12 +255,13 @@ def bursts_of(job: Job, plan: Plan, learners: Sequence[OwningLearnerExecutor]) -
         learners: Executors of the learners of the rank that take part, in learner order.
     """
     sums, first = plan.partial_sums(plan.learners), learners[0]
-    if not plan.averaging:
-        return BankBursts(learners, sums)
     records = kind_of(first.device).records and job.cluster.graphs != "off" and job.training.microbatches == 1
     if not records or any(not each.steps_repeat or each.source.resident is None for each in learners):
         return BankBursts(learners, sums)
-    ways: Callable[[], Updates] = partial(MatrixUpdates, learners)
-    if not (job.cluster.fused and len(learners) > 1 and first.inner_rule.joins):
-        ways = partial(LaneUpdates, learners, sums, streams_of(job, first.device) if job.cluster.graphed else 1)
+    replicas = [each for each in learners if isinstance(each, AveragerExecutor)]
+    joint = throughout(job, plan, gradients_are_summed)
+    ways: Callable[[], Updates] = partial(MatrixUpdates, learners, replicas, joint=joint)
+    if not (job.cluster.fused and len(learners) > 1 and all(each.rules[REPLICA].joins for each in replicas)):
+        lanes = streams_of(job, first.device) if job.cluster.graphed else 1
+        ways = partial(LaneUpdates, learners, replicas, sums, lanes)
     return BankBursts(learners, sums, RecordedBursts(learners, ways))
