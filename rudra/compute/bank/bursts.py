@@ -260,7 +260,7 @@ def bursts_of(job: Job, plan: Plan, learners: Sequence[OwningLearnerExecutor]) -
         return BankBursts(learners, sums)
     replicas = [each for each in learners if isinstance(each, AveragerExecutor)]
     joint = throughout(job, plan, gradients_are_summed)
-    ways: Callable[[], Updates] = partial(MatrixUpdates, learners, replicas, joint=joint)
+    ways: Callable[[], Updates] = partial(MatrixUpdates, learners, replicas, sums, joint=joint)
     if not (job.cluster.fused and len(learners) > 1 and all(each.rules[REPLICA].joins for each in replicas)):
         lanes = streams_of(job, first.device) if job.cluster.graphed else 1
         ways = partial(LaneUpdates, learners, replicas, sums, lanes)

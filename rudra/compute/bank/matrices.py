@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from rudra.compute.averaging import average
 from rudra.compute.bank.fused import Operations, fused_gradients
 from rudra.compute.bank.recorded import Do, Notes
 from rudra.compute.joined_steps import JoinedSteps
@@ -26,15 +27,22 @@ class MatrixUpdates:
         learners: Executors of the learners, in learner order. The first one owns the weights. Their mini-batches have
             the same size, and the states of their optimisers exist.
         replicas: The same executors, if they have replicas. Otherwise empty.
+        sums: Order of addition of gradients (`Plan.partial_sums`).
         joint: Whether the mean gradient of all learners replaces the gradient of each, as for `Bank`.
     """
 
     lanes = range(1, 2)
 
     def __init__(
-        self, learners: Sequence[OwningLearnerExecutor], replicas: Sequence[AveragerExecutor], *, joint: bool
+        self,
+        learners: Sequence[OwningLearnerExecutor],
+        replicas: Sequence[AveragerExecutor],
+        sums: Sequence[Sequence[int]],
+        *,
+        joint: bool,
     ) -> None:
-        self._learners, self._first, self._replicas, self._joint = learners, learners[0], replicas, joint
+        self._learners, self._first, self._replicas = learners, learners[0], replicas
+        self._sums, self._joint = sums, joint
         self._joined = JoinedSteps([each.rules[REPLICA] for each in replicas]) if replicas else None
 
     def _vectors(self, name: str) -> list[torch.Tensor]:
@@ -55,13 +63,10 @@ class MatrixUpdates:
         batch = source.gathered(notes.rows.index_select(0, number)[0])
         inputs, target = (mapped(lambda tensor: tensor.unflatten(0, (m, -1)), each) for each in batch)
         own = Operations([0] * m, source.model.device)
-        weights, (out, *others) = self._weights, self._vectors(GRADIENT)
-        outs = [out] if self._joint else [out, *others]
-        noted = fused_gradients(source.model, weights, inputs, target, outs, [0] * m, own)
+        outs = self._vectors(GRADIENT)[: 1 if self._joint else m]
+        noted = fused_gradients(source.model, self._weights, inputs, target, outs, [0] * m, own)
         if own.drew:
             raise RuntimeError("the model draws random numbers")
-        if self._joint:
-            torch._foreach_copy_(others, [out] * len(others))
         notes.losses.index_copy_(0, number, torch.stack([notes.row_of(*each) for each in noted])[None])
 
     @property
@@ -102,7 +107,11 @@ class MatrixUpdates:
 
     def average(self, name: str, samples: Sequence[int]) -> None:
         vectors = self._vectors(name)
-        torch.mean(torch.stack(vectors), 0, out=vectors[0])
+        if self._replicas:
+            torch.mean(torch.stack(vectors), 0, out=vectors[0])
+            return
+        gradients = vectors[:1] * len(vectors) if self._joint else vectors
+        average(vectors[0], gradients, samples, sums=self._sums)
 
     def approach(self, do: Do, elasticity: float) -> None:
         do(1, partial(self._approach, elasticity), (0,))
