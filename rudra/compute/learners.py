@@ -25,6 +25,7 @@ from rudra.compute.final_gradients import Ready
 from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import ERROR, LOSS, BatchFigures, BatchResult, GradientSource
 from rudra.compute.norms import NormMeter
+from rudra.compute.optim import UpdateRule
 from rudra.compute.owners import OwnerExecutor, UpdateResult
 from rudra.compute.speculation import SpeculativeSteps
 from rudra.compute.vectors import Buffer
@@ -279,8 +280,33 @@ class LearnerExecutor(Executor):
         super().close()
 
 
-class ReplicaExecutor(LearnerExecutor, OwnerExecutor):
-    """Executor of a learner that updates its own weights.
+class OwningLearnerExecutor(LearnerExecutor, OwnerExecutor):
+    """Executor of a learner that updates its own copy of the weights."""
+
+    @property
+    def steps_unwatched(self) -> bool:
+        """Whether neither hooks, norms, corrections nor averages over time see single steps or updates."""
+        watched = self.hooks, self.norms, self.update_norms, self.corrector
+        return not any(each is not None for each in watched) and not (self._averages or self.source.model.scaled)
+
+    @property
+    def rules(self) -> dict[str, UpdateRule]:
+        """Rule that steps each vector of the learner, by the vector's buffer. The weights are the last one."""
+        return {WEIGHTS: self._rule}
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """Settings of these rules."""
+        return tuple(rule.settings for rule in self.rules.values())
+
+    @property
+    def steps_repeat(self) -> bool:
+        """Whether a device may repeat recorded steps of these vectors."""
+        return all(rule.repeats for rule in self.rules.values()) and self.computes_in_place
+
+
+class ReplicaExecutor(OwningLearnerExecutor):
+    """Executor of a learner that updates its own weights by the average of gradients.
 
     While the average of a gradient arrives, it may begin the update and the next forward pass (`EarlyPass`). It then
     has another buffer for the weights, and another momentum.

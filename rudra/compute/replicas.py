@@ -18,7 +18,7 @@ from rudra.compute.device.streams import Number, Pending, known, until_done
 from rudra.compute.executor import performs
 from rudra.compute.final_gradients import Ready
 from rudra.compute.graphs import GraphedSteps
-from rudra.compute.learners import LearnerExecutor
+from rudra.compute.learners import LearnerExecutor, OwningLearnerExecutor
 from rudra.compute.optim import Rates, UpdateRule
 from rudra.compute.owners import OwnerExecutor, ServerExecutor, UpdateResult
 from rudra.compute.step_ahead import StepAhead
@@ -173,7 +173,7 @@ class ElasticExecutor(LearnerExecutor):
         replica.version += 1
 
 
-class AveragerExecutor(ElasticExecutor, OwnerExecutor):
+class AveragerExecutor(ElasticExecutor, OwningLearnerExecutor):
     """Executor that steps a replica, and steps the weights by the mean difference between them and all replicas.
 
     It may make the last step of a period while the gradient is computed (`StepAhead`). It then has another buffer for
@@ -194,38 +194,12 @@ class AveragerExecutor(ElasticExecutor, OwnerExecutor):
     def _rule_of(self, job: Job, plan: Plan, weights: torch.Tensor) -> UpdateRule:
         return outer_rule(job, plan, weights)
 
-    @property
-    def steps_unwatched(self) -> bool:
-        """Whether neither hooks, norms, corrections nor averages over time see single steps or updates."""
-        watched = self.hooks, self.norms, self.update_norms, self.corrector
-        return not any(each is not None for each in watched) and not (self._averages or self.source.model.scaled)
-
     def state_bytes(self) -> int:
         return super().state_bytes() + self._inner.state_bytes()
 
-    def states(self, *, central: bool) -> list[torch.Tensor]:
-        """Returns the tensors of the replica's optimiser, and those of the optimiser of the weights if `central`."""
-        return [*self._inner.state().values(), *(self._rule.state().values() if central else ())]
-
     @property
-    def settings(self) -> tuple[str, str]:
-        """Settings of the optimisers of the replica and of the weights."""
-        return self._inner.settings, self._rule.settings
-
-    @property
-    def inner_rule(self) -> UpdateRule:
-        """Rule that steps the replica."""
-        return self._inner
-
-    @property
-    def weight_rule(self) -> UpdateRule:
-        """Rule that updates the weights."""
-        return self._rule
-
-    @property
-    def steps_repeat(self) -> bool:
-        """Whether a device may repeat recorded steps of the replica and of the weights."""
-        return self._inner.repeats and self._rule.repeats and self.computes_in_place
+    def rules(self) -> dict[str, UpdateRule]:
+        return {REPLICA: self._inner, **super().rules}
 
     @property
     def ahead_bytes(self) -> int:

@@ -8,6 +8,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from rudra.core.actions import StepReplica
+from rudra.core.buffer_names import DIFFERENCE, GRADIENT
 from rudra.core.events import Event
 from rudra.core.work import Work
 
@@ -16,10 +17,13 @@ MOST_ROUNDS = 64
 
 
 class Burst(Struct, frozen=True, gc=False):
-    """Several rounds of averaged replicas, without asking their learners in between. `BurstMade` has the results.
+    """Several rounds of a bank, without asking its learners in between. `BurstMade` has the results.
 
     Each round is an update: τ mini-batches of each learner, an average over all learners of the run, and a step of the
     weights. Or each round is a local step: one mini-batch of each learner of a rank, and no average.
+
+    If learners have replicas, their differences from the weights are averaged. Otherwise τ is 1, and their gradients at
+    the weights are averaged.
 
     All learners of the rank take part, and their rank does what they would ask for. The burst may end early.
 
@@ -27,9 +31,9 @@ class Burst(Struct, frozen=True, gc=False):
         rounds: Largest number of rounds, K.
         learners: Step and samples of the next mini-batch of each learner, by learner.
         timestamp: Timestamp of the weights before these rounds.
-        rates: Learning rate of each step of the replicas, K·τ.
+        rates: Learning rate of each step of the replicas, K·τ. Empty without replicas.
         weight_rates: Learning rate of each update of the weights, K. Empty: the rounds are local steps.
-        step: Last step of a period, at any learning rate.
+        step: Last step of a period, at any learning rate. None: there are no replicas.
         elasticity: Fraction of the distance by which replicas move towards the weights after each update. None: they
             do not.
     """
@@ -39,28 +43,33 @@ class Burst(Struct, frozen=True, gc=False):
     timestamp: int
     rates: tuple[float, ...]
     weight_rates: tuple[float, ...]
-    step: StepReplica
+    step: StepReplica | None
     elasticity: float | None
 
     @property
     def period(self) -> int:
         """Number of mini-batches of each learner in a round, τ."""
-        return len(self.rates) // self.rounds
+        return len(self.rates) // self.rounds or 1
 
     @property
     def averages(self) -> bool:
         """Whether each round ends with an average."""
         return bool(self.weight_rates)
 
+    @property
+    def averaged(self) -> str:
+        """Name of the learners' buffer whose average updates the weights."""
+        return GRADIENT if self.step is None else DIFFERENCE
+
 
 class BurstMade(Struct, frozen=True, gc=False):
-    """Results of a burst: k rounds of m replicas with τ mini-batches each. k' is k, or 0 without averages.
+    """Results of a burst: k rounds of m learners with τ mini-batches each. k' is k, or 0 without averages.
 
     Attributes:
         burst: The burst.
         losses: (k, τ, m) float64, mean loss of each mini-batch.
         errors: (k, τ, m) float64, wrong samples of each mini-batch.
-        distances: (k', m) float64, distance of each replica from the weights.
+        distances: (k', m) float64, distance of each replica from the weights. (k', 0) without replicas.
         digests: (k',) uint64, digest of a sample of the weights after each update.
         gradient_s, step_s, average_s: Seconds of all gradients, of the steps of replicas, and of averages and updates.
     """

@@ -16,6 +16,7 @@ from rudra.compute.bank.bursts import BankBursts
 from rudra.compute.bank.recorded import AHEAD, Made
 from rudra.compute.device.streams import Pending
 from rudra.compute.executor import Executor
+from rudra.compute.learners import OwningLearnerExecutor, ReplicaExecutor
 from rudra.compute.replicas import AveragerExecutor, ReferrerExecutor
 from rudra.core.actions import Action, Compute
 from rudra.core.bursts import BankDone, BurstMade
@@ -26,6 +27,7 @@ from rudra.probe import probed
 from rudra.roles import Machine
 from rudra.roles.averaging import Averager
 from rudra.roles.bursts import BankRecords
+from rudra.roles.replica import Replica
 from topologies import Plan
 
 LONGEST_S = 0.05
@@ -92,14 +94,14 @@ class Bursts:
         ):
             return True
         machine = self._machines.get(role)
-        if not isinstance(action, Compute) or not isinstance(machine, Averager):
+        if not isinstance(action, Compute) or not isinstance(machine, Replica):
             return False
         if lockstep is None and not self._begins_burst(machine):
             return False
         self._held[role] = action
         return True
 
-    def _begins_burst(self, learner: Averager) -> bool:
+    def _begins_burst(self, learner: Replica) -> bool:
         """Returns whether a burst may begin with the next mini-batch of the learners."""
         return learner.local_steps >= self._fewest_steps or (self._alone and not learner.made.count)
 
@@ -111,7 +113,7 @@ class Bursts:
             if len(self._held) < len(self.learners):
                 return False
             learners = [self._machines[role] for role in self.learners]
-            waiting = [each for each in learners if isinstance(each, Averager) and each.is_computing]
+            waiting = [each for each in learners if isinstance(each, Replica) and each.is_computing]
             asks, self._asks = self._asks, False
             if asks or len(waiting) < len(learners) or len({each.place for each in waiting}) > 1:
                 return self.release()
@@ -126,12 +128,13 @@ class Bursts:
         self._records = None
         return self.release()
 
-    def _start_lockstep(self, learners: Sequence[Averager]) -> bool:
+    def _start_lockstep(self, learners: Sequence[Replica]) -> bool:
         """Lets the learners proceed in lockstep, if all have done the same. Returns whether there was something."""
-        if self._lockstep is None or len({each.stands_with for each in learners}) > 1:
+        averaging = [each for each in learners if isinstance(each, Averager)]
+        if self._lockstep is None or len({each.stands_with for each in averaging}) > 1:
             return self.release()
         held, self._held = self._held, {}
-        self._lockstep.start(learners, held)
+        self._lockstep.start(averaging, held)
         return True
 
     def _go(self) -> bool:
@@ -213,16 +216,18 @@ class Bursts:
 def makes_bursts(job: Job, plan: Plan, executors: Mapping[int, Executor]) -> bool:
     """Returns whether the learners of a rank may be asked once for several mini-batches, or only one of them is asked.
 
-    Each learner must have a replica of its own, no parameter server takes part, and nothing may watch single steps.
+    Each learner must have weights of its own, no parameter server takes part, and nothing may watch single steps.
 
     Args:
         job: Resolved job.
         plan: Role assignment.
         executors: Executor of each role of this rank.
     """
-    replicas = plan.averaging and plan.sharing != "replica" and not plan.served and job.training.evaluate != "workers"
     here = [executors[role] for role in plan.learners if role in executors]
-    if not replicas or not here:
+    if not here or plan.served or plan.sharing == "replica" or job.training.evaluate == "workers":
         return False
-    kind = AveragerExecutor if plan.sharing == "nothing" else ReferrerExecutor
+    if not plan.averaging and len(here) < len(plan.learners):  # other ranks wait for each gradient
+        return False
+    kind: type[OwningLearnerExecutor] = AveragerExecutor if plan.averaging else ReplicaExecutor
+    kind = ReferrerExecutor if plan.sharing == "reference" else kind
     return all(type(each) is kind and each.steps_unwatched for each in here)

@@ -18,9 +18,8 @@ from mpi4py import MPI
 
 from rudra.compute.bank.bursts import bursts_of
 from rudra.compute.executor import Executor
-from rudra.compute.learners import LearnerExecutor
+from rudra.compute.learners import LearnerExecutor, OwningLearnerExecutor
 from rudra.compute.making import speculation_of
-from rudra.compute.replicas import AveragerExecutor
 from rudra.core.actions import (
     COMPUTATIONS,
     Action,
@@ -455,7 +454,7 @@ class Rank:
         if not makes_bursts(self._job, plan, executors):
             return None
         roles = [role for role in plan.learners if role in executors]
-        learners = [each for role in roles if isinstance(each := executors[role], AveragerExecutor)]
+        learners = [each for role in roles if isinstance(each := executors[role], OwningLearnerExecutor)]
         alone, making = len(roles) == len(plan.learners), bursts_of(self._job, plan, learners)
 
         def clock() -> float:

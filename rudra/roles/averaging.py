@@ -24,7 +24,6 @@ The difference of a replica counts as one gradient. It covers all mini-batches s
 """
 
 from collections.abc import Mapping
-from math import inf
 from typing import Any, ClassVar
 
 from msgspec import structs
@@ -59,6 +58,10 @@ _IN_LOCKSTEP = (
 
 class Averager(Replica):
     """Learner that averages. Arguments, start, end and the handling of lost roles are the same as for `Replica`."""
+
+    ANNOUNCED = 1
+
+    rule: Averaging
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
         **{key: to for key, to in Replica.TRANSITIONS.items() if not {*key} & _NOT_HERE},
@@ -310,73 +313,30 @@ class Averager(Replica):
 
     @property
     def place(self) -> tuple[int, int]:
-        """Number of averages begun, and of mini-batches of this replica since the last one."""
         return self._periods.number, self._periods.made.count
 
     @property
     def made(self) -> MadeMinibatches:
-        """Mini-batches of the present period."""
         return self._periods.made
 
     @property
     def local_steps(self) -> int:
-        """Number of mini-batches before the one that ends the period. No other role waits for them."""
         return self._periods.local_steps
 
     @property
-    def is_computing(self) -> bool:
-        """Whether the learner waits only for its mini-batch."""
-        return self.state is COMPUTING
-
-    @property
     def may_sleep(self) -> bool:
-        """Whether nothing is under way, and nothing but the next mini-batch is due."""
-        ledger = self.ledger
-        done = not (self._under_way or self._quiet_next or self.made.count)
-        told = self._lr_drops_requested > len(ledger.rules.lr_drops) or self._decisions.new or ledger.stopped
-        ends = self._target_reached and ledger.epochs > ledger.epoch + 1
-        return self.is_computing and done and not (told or ends or self.duties.cycle.saving)
-
-    def quiet_updates(self, most: int, now: float, after: int) -> int:
-        """Returns how many updates end no epoch and have no checkpoint or change.
-
-        Args:
-            most: largest number of updates.
-            now: seconds on the driver's clock.
-            after: number of updates before them.
-        """
-        ledger, periods, cycle = self.ledger, self._periods, self.duties.cycle
-        until = ledger.rules.until.updates
-        left = periods.left_of_epoch if until == inf else min(periods.left_of_epoch, int(until) - 1 - periods.number)
-        count = min(most, left - after)
-        first = ledger.timestamp + after + 2  # the update before a checkpoint's announces it
-        looks = range(count if cycle.counts_updates else min(count, 1))
-        due = (each for each in looks if cycle.wanted(first + each, ledger.epoch, now))
-        return max(0, next(due, count))
+        return super().may_sleep and not (self._under_way or self._quiet_next or self.made.count)
 
     def rates_ahead(self, steps: int, after: int) -> list[float]:
-        """Returns the learning rate of some steps of the replica, after the next steps."""
         return self._periods.rates(self.ledger.rules.schedule, steps, after)
 
     @property
     def step_ahead(self) -> StepReplica:
-        """The last step of a period, without its rate."""
         return self._sharing.step(0.0, ends_period=True)
 
     def enter_burst(self, updates: int, digest: int) -> None:
-        """Enters updates that were made while the learners slept."""
+        super().enter_burst(updates, digest)
         self._periods.skip(updates)
-        self._digest = digest
-
-    def follow_burst(self, leader: "Averager", updates: int) -> None:
-        """Takes over the records of the learner that entered updates."""
-        if leader is not self:
-            self.ledger.follow_burst(leader.ledger)
-            self.enter_burst(updates, leader._digest)
-
-    def begin_minibatch(self, now: float) -> list[Action]:
-        """Begins the next mini-batch after others that were made without this learner."""
-        return self._next(now)
 
     # Lockstep (`rudra.mpi.lockstep`): others of its rank follow the first learner, which is asked for all of them.
 

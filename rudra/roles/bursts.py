@@ -5,8 +5,8 @@ time. So a rank makes a *burst* of rounds while nothing else is due. One object 
 in columns, and the learners sleep. They are woken up for everything else: a message, a stop, or work that is not in the
 burst. There are two kinds of rounds (`rudra.core.bursts.Burst`):
 
-* Updates, if all learners of the run are on one rank. Learners make an update by themselves if it ends an epoch, makes
-  a checkpoint or changes the job.
+* Updates, if all learners of the run are on one rank. Replicas are averaged, or the gradients at the same weights
+  (hardsync). Learners make an update by themselves if it ends an epoch, makes a checkpoint or changes the job.
 * Local steps, if the averaging period τ is longer than one mini-batch. No other rank waits for them. Learners compute
   the last mini-batch of a period by themselves, and the average follows as usual.
 
@@ -23,7 +23,7 @@ from rudra.core import records
 from rudra.core.actions import Action
 from rudra.core.bursts import MOST_ROUNDS, Burst, BurstMade
 from rudra.core.messages import MessageKind
-from rudra.roles.averaging import Averager
+from rudra.roles.replica import Replica
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
@@ -37,10 +37,10 @@ class BankRecords:
         alone: Whether no other rank has learners.
     """
 
-    def __init__(self, learners: Sequence[Averager], *, alone: bool) -> None:
+    def __init__(self, learners: Sequence[Replica], *, alone: bool) -> None:
         self._learners, self._leader = learners, learners[0]
         self._updating = alone and all(learner.may_sleep for learner in learners)
-        self._rule = self._leader.rule
+        self._protocol = self._leader.ledger.rules.protocol
         self._next = [learner.log.upcoming for learner in learners]  # the mini-batch that each computes next
         self._spent = [0.0, 0.0, 0.0]  # seconds of gradients, waits and steps
         self._made = self._computed = 0  # updates, and mini-batches of each learner, that the learners do not know of
@@ -65,7 +65,7 @@ class BankRecords:
 
     def _prepare_updates(self, streams: Sequence[int]) -> None:
         """Makes the tables of updates."""
-        period, m = self._rule.period, len(self._learners)
+        period, m = self._protocol.period, len(self._learners)
         self._gradients = np.zeros((MOST_ROUNDS, m), records.GRADIENT)
         self._gradients["learner"], self._gradients["scale"] = self._numbers, 1.0
         self._gradients["samples"], self._gradients["stream"] = self._samples * period, streams
@@ -83,29 +83,29 @@ class BankRecords:
             begun: Number of rounds before them that are under way.
             begun_averages: Whether each of these ends with an average.
         """
-        leader, period = self._leader, self._rule.period
+        leader, period = self._leader, self._protocol.period
         if self._updating and not leader.made.count and (begun_averages or not begun):
-            count = leader.quiet_updates(min(max(1, most // period), MOST_ROUNDS), now, begun)
-            if count:
-                return self._updates_ahead(count, begun)
+            samples, updates = int(self._samples.sum()) * period, min(max(1, most // period), MOST_ROUNDS)
+            if count := leader.quiet_updates(samples, updates, now, begun):
+                return self._updates_ahead(count, samples, begun)
         count = min(most, leader.local_steps - begun, MOST_ROUNDS)
         if count <= 0 or (begun and begun_averages):
             return None
         return self._ahead(count, leader.place[0], leader.rates_ahead(count, begun), (), begun)
 
-    def _updates_ahead(self, count: int, begun: int) -> Burst:
-        leader, ledger, period = self._leader, self._leader.ledger, self._rule.period
-        samples, before, outer = int(self._samples.sum()) * period, begun * period, self._rule.outer_rate
-        rates = ledger.rates_ahead(count, samples, begun)
+    def _updates_ahead(self, count: int, samples: int, begun: int) -> Burst:
+        ledger, period, outer = self._leader.ledger, self._protocol.period, self._protocol.outer_rate
+        before, rates = begun * period, ledger.rates_ahead(count, samples, begun)
         self._rates.append(rates)
         weight_rates = tuple(rates) if outer is None else (outer,) * count
-        steps = leader.rates_ahead(count * period, before)
+        steps = self._leader.rates_ahead(count * period, before)
         return self._ahead(count, ledger.timestamp + begun, steps, weight_rates, before)
 
     def _ahead(
         self, count: int, timestamp: int, rates: list[float], weight_rates: tuple[float, ...], before: int
     ) -> Burst:
         """Returns a burst that follows `before` mini-batches of each learner."""
+        rule = self._leader.rule
         return Burst(
             count,
             tuple((step + before, work.after(before)) for step, work in self._next),
@@ -113,7 +113,7 @@ class BankRecords:
             tuple(rates),
             weight_rates,
             self._leader.step_ahead,
-            None if self._rule.early else self._rule.elasticity,
+            None if rule is None or rule.early else rule.elasticity,
         )
 
     def enter(self, event: BurstMade, now: float) -> Iterator[tuple[int, list[Action]]]:
@@ -175,15 +175,16 @@ class BankRecords:
         """
         ledger, count = self._leader.ledger, len(event.losses)
         gradients = self._fill_gradients(event, before)
-        averages = self._averages[:count]
-        averages["timestamp"], averages["distance"] = before[:, None] + 1, event.distances
-        averages["correction"] = self._rule.elasticity * event.distances
         updates = self._updates[:count]
         updates["timestamp"], updates["epoch"] = before + 1, ledger.epoch + 1
         updates["learning_rate"], updates["digest"] = self._rates.popleft()[:count], event.digests
         updates["time_s"], updates["update_s"] = ends - event.average_s / count, event.average_s / count
         ledger.enter_burst(gradients.reshape(-1), updates)
-        ledger.outbox.extend_by(MessageKind.AVERAGES, averages.reshape(-1))
+        if (rule := self._leader.rule) is not None:
+            averages = self._averages[:count]
+            averages["timestamp"], averages["distance"] = before[:, None] + 1, event.distances
+            averages["correction"] = rule.elasticity * event.distances
+            ledger.outbox.extend_by(MessageKind.AVERAGES, averages.reshape(-1))
         self._leader.enter_burst(count, int(event.digests[-1]))
         self._made += count
 
@@ -208,6 +209,9 @@ class BankRecords:
         rows["update"], rows["timestamp"] = timestamp + 1, timestamp
         rows["step"] = self._steps + (place + 1) * period - 1
         rows["first"] = self._firsts + place * period * self._strides
+        if self._leader.rule is None:
+            rows["loss"], rows["errors"] = event.losses[:, 0], event.errors[:, 0]
+            return rows
         losses, errors = event.losses * self._samples, event.errors
         if period > 1:
             losses, errors = losses.cumsum(1), errors.cumsum(1)

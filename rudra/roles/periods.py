@@ -121,12 +121,6 @@ class AveragingPeriods:
         self.number += 1
         return gradient
 
-    @property
-    def left_of_epoch(self) -> int:
-        """Number of whole periods before the one that ends the present epoch."""
-        left = (self.epoch + 1) * self._training_samples - self._samples
-        return (left - 1) // (self._together * self._length)
-
     def skip(self, periods: int) -> None:
         """Ends periods whose mini-batches were made elsewhere."""
         self._samples += periods * self._together * self._length

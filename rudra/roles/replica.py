@@ -8,9 +8,11 @@ Source: omnivore.txt §IV-A and appendix D-A3.
 
 from collections.abc import Mapping
 from enum import auto
+from math import inf
 from typing import Any, ClassVar
 
-from rudra.core.actions import Action, Fail, FollowJob, Hash, Reduce, Send
+from protocols import Averaging
+from rudra.core.actions import Action, Fail, FollowJob, Hash, Reduce, Send, StepReplica
 from rudra.core.buffer_names import ACTIVATIONS, GRADIENT, WEIGHTS
 from rudra.core.digest import digest_of
 from rudra.core.events import (
@@ -49,6 +51,7 @@ from rudra.roles.learner import THROUGH_STAGE
 from rudra.roles.machine import Machine, Setup, States, Transition, halt, self_loops, short_digest
 from rudra.roles.minibatch_log import MinibatchLog
 from rudra.roles.owner_duties import MAINTENANCE, WISHES, OwnerDuties
+from rudra.roles.periods import MadeMinibatches
 from rudra.roles.readiness import Readiness
 from topologies import Plan
 
@@ -122,7 +125,13 @@ class Replica(Machine):
         duties: duties of an owner of weights. Only the first learner reports and makes checkpoints.
         ledger: counters and records of the learner's weights.
         log: record of the learner's mini-batches.
+        rule: rule of averages. None: there are no replicas besides the weights.
     """
+
+    ANNOUNCED: ClassVar[int] = 0
+    """Number of updates before the one with a checkpoint in which learners announce it."""
+
+    rule: Averaging | None = None
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
         **self_loops(ALIVE, ALWAYS),
@@ -440,3 +449,75 @@ class Replica(Machine):
     def _finish(self, event: Received[Shutdown], now: float) -> list[Action]:
         self.state = ReplicaState.DONE
         return [halt(event)]
+
+    # Bursts (`rudra.roles.bursts`).
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Number of averages begun, and of mini-batches since the last one."""
+        return self.ledger.timestamp, 0
+
+    @property
+    def made(self) -> MadeMinibatches:
+        """Mini-batches of the present period. Each mini-batch is a period of its own, unless replicas are averaged."""
+        return MadeMinibatches()
+
+    @property
+    def local_steps(self) -> int:
+        """Number of mini-batches before the one that ends the period. No other role waits for them."""
+        return 0
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether the learner waits only for its mini-batch."""
+        return self.state is ReplicaState.COMPUTING
+
+    @property
+    def may_sleep(self) -> bool:
+        """Whether nothing is under way, and nothing but the next mini-batch is due."""
+        ledger = self.ledger
+        told = self._lr_drops_requested > len(ledger.rules.lr_drops) or self._decisions.new or ledger.stopped
+        ends = self._target_reached and ledger.epochs > ledger.epoch + 1
+        return self.is_computing and not (told or ends or self.duties.cycle.saving)
+
+    def quiet_updates(self, samples: int, most: int, now: float, after: int) -> int:
+        """Returns how many updates end no epoch and have no checkpoint or change.
+
+        Args:
+            samples: number of samples of an update.
+            most: largest number of updates.
+            now: seconds on the driver's clock.
+            after: number of updates before them.
+        """
+        ledger, cycle = self.ledger, self.duties.cycle
+        left, until = (ledger.left_of_epoch - 1) // samples, ledger.rules.until.updates
+        if until != inf:
+            left = min(left, int(until) - 1 - ledger.timestamp)
+        count = min(most, left - after)
+        first = ledger.timestamp + after + 1 + self.ANNOUNCED
+        looks = range(count if cycle.counts_updates else min(count, 1))
+        due = (each for each in looks if cycle.wanted(first + each, ledger.epoch, now))
+        return max(0, next(due, count))
+
+    def rates_ahead(self, steps: int, after: int) -> list[float]:
+        """Returns the learning rate of some steps of the replica, after the next steps. Empty without a replica."""
+        return []
+
+    @property
+    def step_ahead(self) -> StepReplica | None:
+        """The last step of a period, without its rate. None: there is no replica."""
+        return None
+
+    def enter_burst(self, updates: int, digest: int) -> None:
+        """Enters updates that were made while the learners slept."""
+        self._digest = digest
+
+    def follow_burst(self, leader: "Replica", updates: int) -> None:
+        """Takes over the records of the learner that entered updates."""
+        if leader is not self:
+            self.ledger.follow_burst(leader.ledger)
+            self.enter_burst(updates, leader._digest)
+
+    def begin_minibatch(self, now: float) -> list[Action]:
+        """Begins the next mini-batch after others that were made without this learner."""
+        return self._next(now)

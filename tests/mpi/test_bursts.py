@@ -54,6 +54,11 @@ def make_job(name: str = "sma", learners: int = 4, *, ranks: int = 1, **tables: 
     )
 
 
+def make_hardsync(**tables: Any) -> rudra.Job:
+    """Returns a job without replicas and without a parameter server."""
+    return make_job("hardsync", topology={"name": "groups"}, **tables)
+
+
 WHOLE_LINES = {"hidden": [34]}
 """Options of a model with 2,560 parameters, as many as 160 cache lines of a CPU hold. Torch's fused optimiser, which
 steps all of them, reads its rate in memory, as it does on a GPU."""
@@ -82,6 +87,32 @@ JOBS = {
     ),
     "momentum": make_job(changes=[{"at_update": 19, "optimizer": {"momentum": 0.5}}]),
     "dormant": make_job(cluster={"active_learners": 2}, changes=[{"at_update": 31, "cluster": {"active_learners": 4}}]),
+    "hardsync": make_hardsync(),
+    "hardsync, one learner": make_hardsync(learners=1, cluster={"learners_per_device": None, "bank": "auto"}),
+    "hardsync, streams": make_hardsync(cluster={"bank": "graphs", "streams": 2}),
+    "hardsync, fused": make_hardsync(learners=6, cluster={"bank": "fused"}),
+    "hardsync, BatchNorm": make_hardsync(model={"name": batchnorm}, cluster={"bank": "graphs"}),
+    "hardsync, BatchNorm, fused": make_hardsync(model={"name": batchnorm}, cluster={"bank": "fused"}),
+    "hardsync, dropout": make_hardsync(model={"name": small_models.normed_digits}),
+    "hardsync, adam": make_hardsync(optimizer={"name": "adam", "learning_rate": 0.01, "momentum": 0.0}),
+    "hardsync, microbatches": make_hardsync(training={"microbatches": 2}, optimizer={"clip_norm": 0.5}),
+    "hardsync, shares": make_hardsync(cluster={"shares": [1, 2, 3, 2]}, optimizer={"momentum": 0.0}),
+    "hardsync, checkpoints": make_hardsync(
+        optimizer={"schedule": "step", "milestones": [1]},
+        results={"checkpoint_every": "4 updates", "keep_checkpoints": "7 updates"},
+    ),
+    "hardsync, rates by update": make_hardsync(
+        model={"name": "mlp", "options": WHOLE_LINES}, optimizer={"schedule": "cosine", "schedule_every": "update"}
+    ),
+    "hardsync, changes": make_hardsync(
+        changes=[
+            {"at_update": 19, "optimizer": {"momentum": 0.5}},
+            {"at_epoch": 1, "optimizer": {"learning_rate": 0.01}},
+        ]
+    ),
+    "hardsync, dormant": make_hardsync(
+        cluster={"active_learners": 2}, changes=[{"at_update": 31, "cluster": {"active_learners": 4}}]
+    ),
 }
 LOCAL = {
     "sma, period 5": make_job(ranks=2, averaging={"period": 5}),
@@ -163,6 +194,7 @@ LOCKSTEP = {
 """Jobs whose learners are on two ranks, and average after almost every mini-batch."""
 
 NOT_RECORDED = {"dropout": "the model draws random numbers", "adam": None}
+NOT_RECORDED |= {f"hardsync, {name}": text for name, text in {**NOT_RECORDED, "microbatches": None}.items()}
 """Jobs that a device does not record, and what it says."""
 
 ROUNDED = {"fused": {"averages"}}
@@ -178,6 +210,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 SOME = ["sma, period 3", "average, period 2", "streams", "fused", "dropout", "rates by update", "momentum", "dormant"]
+SOME += [f"hardsync, {name}" for name in ("streams", "fused", "BatchNorm", "checkpoints", "changes", "dormant")]
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +241,8 @@ def test_bursts_give_the_content_of_a_run_whose_learners_are_asked(found: dict[s
 def test_recorded_bursts_give_the_content_of_a_run_whose_learners_are_asked(found: dict[str, Any], name: str) -> None:
     recorded, asked = found[f"{name}: recorded 1"], found[f"{name}: {ASKED}"]
     assert recorded["updates"] > 0
-    assert (recorded["recorded"] > recorded["updates"] / 2) == (name not in NOT_RECORDED)
+    if "checkpoints" not in name:  # learners are asked as long as one is written, which depends on the disk
+        assert (recorded["recorded"] > recorded["updates"] / 2) == (name not in NOT_RECORDED)
     assert differing(recorded["content"], asked["content"]) <= ROUNDED.get(name, set())
     assert recorded["refusal"] == NOT_RECORDED.get(name, "")
 
@@ -270,7 +304,9 @@ def test_a_bank_continues_if_one_learner_did_not_wait_for_a_burst(name: str) -> 
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("name", ["streams", "fused", "sma, period 3", "BatchNorm"])
+@pytest.mark.parametrize(
+    "name", ["streams", "fused", "sma, period 3", "BatchNorm", "hardsync, streams", "hardsync, fused"]
+)
 def test_all_adverse_orders_give_one_result(name: str) -> None:
     ways = [ASKED, *(f"recorded {seed}" for seed in range(SEEDS))]
     made = on_ranks(burst_runs, jobs={name: JOBS[name]}, ways=ways)
@@ -303,9 +339,8 @@ minibatch_size = 4
 [optimizer]
 learning_rate = {rate}
 [protocol]
-name = "sma"
-[averaging]
-period = {period}
+name = "{protocol}"
+{rule}
 [cluster]
 learners = 4
 learners_per_device = {each}
@@ -318,16 +353,20 @@ checkpoint_every = "{every} updates"
 """
 
 
-def job_text(epochs: int, rate: float, ranks: int = 1) -> str:
+def job_text(epochs: int, rate: float, ranks: int = 1, protocol: str = "sma") -> str:
     """Text of a job with this number of ranks with learners. On two ranks its bursts have local steps."""
     period, alone, every = (1, "true", 100) if ranks == 1 else (5, "false", 20)
-    return JOB.format(epochs=epochs, rate=rate, period=period, each=4 // ranks, alone=alone, every=every)
+    rule = '[topology]\nname = "groups"' if protocol == "hardsync" else f"[averaging]\nperiod = {period}"
+    about = {"protocol": protocol, "rule": rule, "alone": alone, "every": every}
+    return JOB.format(epochs=epochs, rate=rate, each=4 // ranks, **about)
 
 
-@pytest.mark.parametrize(("ranks", "update"), [(1, 100), (2, 20)])
-def test_a_run_that_is_stopped_in_a_burst_can_be_resumed_and_replayed(tmp_path: Path, ranks: int, update: int) -> None:
+@pytest.mark.parametrize(("ranks", "update", "protocol"), [(1, 100, "sma"), (2, 20, "sma"), (1, 100, "hardsync")])
+def test_a_run_that_is_stopped_in_a_burst_can_be_resumed_and_replayed(
+    tmp_path: Path, ranks: int, update: int, protocol: str
+) -> None:
     job, output, straight = tmp_path / "job.toml", tmp_path / "out.h5", tmp_path / "straight.h5"
-    job.write_text(job_text(8, 0.02, ranks))
+    job.write_text(job_text(8, 0.02, ranks, protocol))
     code, err = run_until(job, output, update=update, number=signal.SIGINT)
     assert code == EXIT_STOPPED, err
     assert finish(start("resume", output))[0] == 0
@@ -342,12 +381,15 @@ ASKS = "import rudra.mpi.driver; rudra.mpi.driver.makes_bursts = lambda *_: Fals
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("protocol", ["sma", "hardsync"])
 @pytest.mark.parametrize("bank", ["loop", "graphs"])
-def test_recorded_bursts_on_a_gpu_give_the_weights_of_a_run_whose_learners_are_asked(tmp_path: Path, bank: str) -> None:
+def test_recorded_bursts_on_a_gpu_give_the_weights_of_a_run_whose_learners_are_asked(
+    tmp_path: Path, bank: str, protocol: str
+) -> None:
     if not torch.cuda.is_available():
         pytest.skip("torch sees no GPU here")
     job, found = tmp_path / "job.toml", set()
-    text = job_text(3, 0.02).replace('bank = "loop"', f'bank = "{bank}"\ndevice = "cuda"')
+    text = job_text(3, 0.02, protocol=protocol).replace('bank = "loop"', f'bank = "{bank}"\ndevice = "cuda"')
     job.write_text(text)
     for name, before in (("bursts", "pass"), ("asked", ASKS)):
         code, _, err = finish(start("run", job, "--output", tmp_path / f"{name}.h5", before=before))
@@ -357,10 +399,12 @@ def test_recorded_bursts_on_a_gpu_give_the_weights_of_a_run_whose_learners_are_a
     assert len(found) == 1
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_loss_that_is_not_finite_in_a_burst_names_learner_and_minibatch(tmp_path: Path, ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "protocol"), [(1, "sma"), (2, "sma"), (1, "hardsync")])
+def test_a_loss_that_is_not_finite_in_a_burst_names_learner_and_minibatch(
+    tmp_path: Path, ranks: int, protocol: str
+) -> None:
     job = tmp_path / "job.toml"
-    job.write_text(job_text(2, 1e9, ranks))
+    job.write_text(job_text(2, 1e9, ranks, protocol))
     code, _, err = finish(start("run", job, "--output", tmp_path / "out.h5"))
     assert code == 1
     assert re.search(r"learner \d.*the loss of mini-batch \d+ is nan: a smaller learning_rate may help", err), err

@@ -1,7 +1,8 @@
-"""Bursts: updates or local steps of averaged replicas that a rank makes without asking its learners in between.
+"""Bursts: updates or local steps that a rank makes without asking its learners in between.
 
 All learners compute as usual, in the usual order, so the results are bitwise the same. But while a burst makes updates,
-there is one central model: the learners get it back when they are asked again. So it is in lockstep.
+there is one copy of the weights: the central model, if replicas are averaged. The learners get it back when they are
+asked again. So it is in lockstep.
 """
 
 import time
@@ -13,6 +14,7 @@ import numpy as np
 from msgspec import structs
 
 from rudra.compute.averaging import average
+from rudra.compute.bank.gathering import gradients_are_summed, throughout
 from rudra.compute.bank.graphs import streams_of
 from rudra.compute.bank.lanes import LaneUpdates
 from rudra.compute.bank.matrices import MatrixUpdates
@@ -20,6 +22,7 @@ from rudra.compute.bank.recorded import Made, RecordedBursts, Updates
 from rudra.compute.device.devices import kind_of
 from rudra.compute.device.faults import memory_text
 from rudra.compute.device.streams import Pending
+from rudra.compute.learners import OwningLearnerExecutor
 from rudra.compute.replicas import AveragerExecutor
 from rudra.core.actions import Compute, PullReplica, StepReplica, Update
 from rudra.core.buffer_names import DIFFERENCE, GRADIENT, REPLICA, WEIGHTS
@@ -30,7 +33,7 @@ from rudra.probe import probed
 from topologies import Plan
 
 CENTRAL = "central"
-"""Name of the central model among the buffers of the learners that do not update it."""
+"""Name of the weights that the first learner updates, among the buffers of the other learners."""
 
 Work = Iterator[Event | Pending | None]
 _Events = Generator[Pending | None, None, list[Any]]
@@ -41,18 +44,18 @@ class BankBursts:
 
     Args:
         learners: Executors of the learners of this rank that take part in the run, in learner order. If they are all
-            learners of the run, the first one updates the central model for all.
+            learners of the run, the first one updates the weights for all.
         sums: Order of addition (`Plan.partial_sums`).
         recorded: Bursts from graphs. None: the device has none.
 
     Attributes:
         hurries: Whether a burst ends after the round under way, because a learner is asked for something else.
-        apart: Whether only the first learner has the central model, and the reference of its block.
+        apart: Whether only the first learner has the weights, and the reference of its block.
     """
 
     def __init__(
         self,
-        learners: Sequence[AveragerExecutor],
+        learners: Sequence[OwningLearnerExecutor],
         sums: Sequence[Sequence[int]],
         recorded: RecordedBursts | None = None,
     ) -> None:
@@ -78,7 +81,8 @@ class BankBursts:
         """
         period, m, averages = burst.period, len(self._learners), len(burst.weight_rates)
         losses, errors = np.empty((2, burst.rounds, period, m))
-        distances, digests = np.empty((averages, m)), np.empty(averages, np.uint64)
+        distances = np.empty((averages, 0 if burst.step is None else m))
+        digests = np.empty(averages, np.uint64)
         figures = losses, errors, distances, digests
         gradient_s = step_s = average_s = 0.0
         made = 0
@@ -114,7 +118,7 @@ class BankBursts:
         yield BurstMade(burst, *figures, gradient_s, step_s, average_s).first(made)
 
     def _share_central(self, name: str = WEIGHTS) -> None:
-        """Lets all learners read the central model, which may be in other memory after an update.
+        """Lets all learners read the first one's weights, which may be in other memory after an update.
 
         Args:
             name: `REFERENCE`, if they are corrected by the reference of their block instead.
@@ -127,12 +131,19 @@ class BankBursts:
     def _computed(self, burst: Burst, number: int) -> _Events:
         timestamp = burst.timestamp + (number // burst.period) * burst.averages
         actions = [
-            Compute(step + number, work.after(number), REPLICA, GRADIENT, timestamp) for step, work in burst.learners
+            Compute(
+                step + number,
+                work.after(number),
+                _shared_weights(place) if burst.step is None else REPLICA,
+                GRADIENT,
+                timestamp,
+            )
+            for place, (step, work) in enumerate(burst.learners)
         ]
         works = [executor.compute(action) for executor, action in self._prepared(actions)]
         return (yield from _together(works))
 
-    def _prepared(self, actions: Sequence[Compute]) -> Iterator[tuple[AveragerExecutor, Compute]]:
+    def _prepared(self, actions: Sequence[Compute]) -> Iterator[tuple[OwningLearnerExecutor, Compute]]:
         """Yields each learner and its mini-batch, ready to begin."""
         for executor, action in zip(self._learners, actions, strict=True):
             executor.make_room(action)
@@ -140,32 +151,34 @@ class BankBursts:
             yield executor, action
 
     def _stepped(self, burst: Burst, number: int) -> _Events:
-        """Steps all replicas. The last steps before an average also compute differences."""
+        """Steps all replicas, if there are any. The last steps before an average also compute differences."""
+        if burst.step is None:
+            return []
         rate, ends = burst.rates[number], burst.averages and (number + 1) % burst.period == 0
         action = structs.replace(burst.step, learning_rate=rate) if ends else StepReplica(GRADIENT, REPLICA, rate)
         works = [executor.perform(action) for executor, action in self._with_central(action)]
         return (yield from _together(works))
 
-    def _with_central(self, action: StepReplica) -> Iterator[tuple[AveragerExecutor, StepReplica]]:
+    def _with_central(self, action: StepReplica) -> Iterator[tuple[OwningLearnerExecutor, StepReplica]]:
         """Yields each learner and its step, which names the central model where the learner has it."""
         for place, executor in enumerate(self._learners):
             differs = place and action.difference
             yield executor, structs.replace(action, weights=CENTRAL) if differs else action
 
     def _update(self, burst: Burst, update: int) -> Work:
-        """Updates the central model by the mean of all differences."""
-        first = self._learners[0]
-        vectors = [executor.buffer(DIFFERENCE).vector for executor in self._learners]
+        """Updates the weights by the mean of all differences or gradients."""
+        first, name = self._learners[0], burst.averaged
+        vectors = [executor.buffer(name).vector for executor in self._learners]
         samples = [work.count for _, work in burst.learners]
         average(vectors[0], vectors, samples, sums=self._sums)
         about = burst.weight_rates[update], burst.timestamp + update + 1
-        return first.perform(Update(DIFFERENCE, WEIGHTS, *about))
+        return first.perform(Update(name, WEIGHTS, *about))
 
     def approach(self, elasticity: float) -> None:
         """Moves all replicas towards the central model, by a fraction of the distance."""
         self._share_central()
         for place, executor in enumerate(self._learners):
-            executor.approach(PullReplica(REPLICA, CENTRAL if place else WEIGHTS, elasticity))
+            executor.perform(PullReplica(REPLICA, _shared_weights(place), elasticity))
 
     def compute(self, actions: Sequence[Compute]) -> Iterator[BankDone | Pending | None]:
         """Computes a gradient of each learner, in lockstep. There are no events if the memory does not suffice."""
@@ -192,7 +205,7 @@ class BankBursts:
             other.borrow(DIFFERENCE, shared)
 
     def settle(self) -> None:
-        """Gives all learners the central model, and the state of its optimiser."""
+        """Gives all learners the weights, and the state of their optimiser."""
         if not self.apart:
             return
         first, *others = self._learners
@@ -200,6 +213,11 @@ class BankBursts:
             other.follow(first)
             other.forget(CENTRAL)
         self.apart = False
+
+
+def _shared_weights(place: int) -> str:
+    """Returns the name that the first learner's weights have among the buffers of a learner."""
+    return CENTRAL if place else WEIGHTS
 
 
 def _together(works: Sequence[Work]) -> _Events:
@@ -228,7 +246,7 @@ def _together(works: Sequence[Work]) -> _Events:
     return [found[place] for place in range(len(works))]
 
 
-def bursts_of(job: Job, plan: Plan, learners: Sequence[AveragerExecutor]) -> BankBursts:
+def bursts_of(job: Job, plan: Plan, learners: Sequence[OwningLearnerExecutor]) -> BankBursts:
     """Returns the maker of bursts of a rank.
 
     Args:
@@ -240,7 +258,10 @@ def bursts_of(job: Job, plan: Plan, learners: Sequence[AveragerExecutor]) -> Ban
     records = kind_of(first.device).records and job.cluster.graphs != "off" and job.training.microbatches == 1
     if not records or any(not each.steps_repeat or each.source.resident is None for each in learners):
         return BankBursts(learners, sums)
-    ways: Callable[[], Updates] = partial(MatrixUpdates, learners)
-    if not (job.cluster.fused and len(learners) > 1 and first.inner_rule.joins):
-        ways = partial(LaneUpdates, learners, sums, streams_of(job, first.device) if job.cluster.graphed else 1)
+    replicas = [each for each in learners if isinstance(each, AveragerExecutor)]
+    joint = throughout(job, plan, gradients_are_summed)
+    ways: Callable[[], Updates] = partial(MatrixUpdates, learners, replicas, sums, joint=joint)
+    if not (job.cluster.fused and len(learners) > 1 and all(each.rules[REPLICA].joins for each in replicas)):
+        lanes = streams_of(job, first.device) if job.cluster.graphed else 1
+        ways = partial(LaneUpdates, learners, replicas, sums, lanes)
     return BankBursts(learners, sums, RecordedBursts(learners, ways))

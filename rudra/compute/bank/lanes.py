@@ -11,22 +11,30 @@ import torch
 from rudra.compute.averaging import average
 from rudra.compute.bank.recorded import Do, Notes
 from rudra.compute.device.streams import Number
+from rudra.compute.learners import OwningLearnerExecutor
 from rudra.compute.replicas import AveragerExecutor
 from rudra.core.actions import StepReplica
-from rudra.core.buffer_names import DIFFERENCE, GRADIENT, REPLICA, WEIGHTS
+from rudra.core.buffer_names import GRADIENT, REPLICA, WEIGHTS
 
 
 class LaneUpdates:
     """How these learners make an update (`Updates`).
 
     Args:
-        learners: Executors of the learners, in learner order. The first one owns the central model.
+        learners: Executors of the learners, in learner order. The first one owns the weights.
+        replicas: The same executors, if they have replicas. Otherwise empty.
         sums: Order of addition (`Plan.partial_sums`).
         lanes: Number of lanes. Learners of different lanes have models of their own.
     """
 
-    def __init__(self, learners: Sequence[AveragerExecutor], sums: Sequence[Sequence[int]], lanes: int) -> None:
-        self._learners, self._sums = learners, sums
+    def __init__(
+        self,
+        learners: Sequence[OwningLearnerExecutor],
+        replicas: Sequence[AveragerExecutor],
+        sums: Sequence[Sequence[int]],
+        lanes: int,
+    ) -> None:
+        self._learners, self._replicas, self._sums = learners, replicas, sums
         self.lanes = range(1, 1 + min(lanes, len(learners)))
 
     def _lane(self, place: int) -> int:
@@ -37,18 +45,19 @@ class LaneUpdates:
         return self._learners[0].buffer(WEIGHTS).vector
 
     def gradients(self, do: Do, notes: Notes, step: int) -> None:
+        after = () if self._replicas else (0,)
         for place, executor in enumerate(self._learners):
-            do(self._lane(place), partial(self._gradient, executor, notes, place, step), ())
+            do(self._lane(place), partial(self._gradient, executor, notes, place, step), after)
 
-    def _gradient(self, executor: AveragerExecutor, notes: Notes, place: int, step: int) -> None:
+    def _gradient(self, executor: OwningLearnerExecutor, notes: Notes, place: int, step: int) -> None:
         number, source = notes.step(step), executor.source
         inputs, target = source.gathered(notes.rows[:, notes.places[place]].index_select(0, number)[0])
-        source.model.bind(executor.buffer(REPLICA).vector)
+        source.model.bind(executor.buffer(REPLICA).vector if self._replicas else self._central)
         loss, wrong, _ = source.model.pass_to_record(inputs, target, executor.buffer(GRADIENT).vector)
         notes.losses[:, place].index_copy_(0, number, notes.row_of(loss, wrong)[None])
 
     def steps(self, do: Do, notes: Notes, action: StepReplica, step: int) -> None:
-        for place, executor in enumerate(self._learners):
+        for place, executor in enumerate(self._replicas):
             work = executor.stepping(action, self._central, partial(notes.rates_of, step))
             if action.difference:
                 do(self._lane(place), partial(self._noting, work, notes, place, step), (0,))
@@ -61,10 +70,10 @@ class LaneUpdates:
         assert isinstance(squares, torch.Tensor)
         notes.squares[:, place].index_copy_(0, notes.round_of(step), squares.reshape(1))
 
-    def average(self, samples: Sequence[int]) -> None:
-        vectors = [executor.buffer(DIFFERENCE).vector for executor in self._learners]
+    def average(self, name: str, samples: Sequence[int]) -> None:
+        vectors = [executor.buffer(name).vector for executor in self._learners]
         average(vectors[0], vectors, samples, sums=self._sums)
 
     def approach(self, do: Do, elasticity: float) -> None:
-        for place, executor in enumerate(self._learners):
+        for place, executor in enumerate(self._replicas):
             do(self._lane(place), partial(executor.approach_to, self._central, REPLICA, elasticity), (0,))

@@ -9,9 +9,11 @@ from functools import partial
 
 import torch
 
+from rudra.compute.averaging import average
 from rudra.compute.bank.fused import Operations, fused_gradients
 from rudra.compute.bank.recorded import Do, Notes
 from rudra.compute.joined_steps import JoinedSteps
+from rudra.compute.learners import OwningLearnerExecutor
 from rudra.compute.replicas import AveragerExecutor
 from rudra.core.actions import StepReplica
 from rudra.core.buffer_names import DIFFERENCE, GRADIENT, REPLICA, WEIGHTS
@@ -22,15 +24,26 @@ class MatrixUpdates:
     """How all learners of a fused bank make an update (`Updates`).
 
     Args:
-        learners: Executors of the learners, in learner order. The first one owns the central model. Their mini-batches
-            have the same size, and the states of their optimisers exist.
+        learners: Executors of the learners, in learner order. The first one owns the weights. Their mini-batches have
+            the same size, and the states of their optimisers exist.
+        replicas: The same executors, if they have replicas. Otherwise empty.
+        sums: Order of addition of gradients (`Plan.partial_sums`).
+        joint: Whether the mean gradient of all learners replaces the gradient of each, as for `Bank`.
     """
 
     lanes = range(1, 2)
 
-    def __init__(self, learners: Sequence[AveragerExecutor]) -> None:
-        self._learners, self._first = learners, learners[0]
-        self._joined = JoinedSteps([each.inner_rule for each in learners])
+    def __init__(
+        self,
+        learners: Sequence[OwningLearnerExecutor],
+        replicas: Sequence[AveragerExecutor],
+        sums: Sequence[Sequence[int]],
+        *,
+        joint: bool,
+    ) -> None:
+        self._learners, self._first, self._replicas = learners, learners[0], replicas
+        self._sums, self._joint = sums, joint
+        self._joined = JoinedSteps([each.rules[REPLICA] for each in replicas]) if replicas else None
 
     def _vectors(self, name: str) -> list[torch.Tensor]:
         return [each.buffer(name).vector for each in self._learners]
@@ -43,18 +56,23 @@ class MatrixUpdates:
         return [self._first.buffer(WEIGHTS).vector[: self._first.parameters]] * len(self._learners)
 
     def gradients(self, do: Do, notes: Notes, step: int) -> None:
-        do(1, partial(self._gradients, notes, step), ())
+        do(1, partial(self._gradients, notes, step), () if self._replicas else (0,))
 
     def _gradients(self, notes: Notes, step: int) -> None:
         m, number, source = len(self._learners), notes.step(step), self._first.source
         batch = source.gathered(notes.rows.index_select(0, number)[0])
         inputs, target = (mapped(lambda tensor: tensor.unflatten(0, (m, -1)), each) for each in batch)
         own = Operations([0] * m, source.model.device)
-        about = self._vectors(REPLICA), inputs, target, self._vectors(GRADIENT), [0] * m, own
-        noted = fused_gradients(source.model, *about)
+        outs = self._vectors(GRADIENT)[: 1 if self._joint else m]
+        noted = fused_gradients(source.model, self._weights, inputs, target, outs, [0] * m, own)
         if own.drew:
             raise RuntimeError("the model draws random numbers")
         notes.losses.index_copy_(0, number, torch.stack([notes.row_of(*each) for each in noted])[None])
+
+    @property
+    def _weights(self) -> list[torch.Tensor]:
+        """Weights of each learner. A single vector applies to all."""
+        return self._vectors(REPLICA) if self._replicas else [self._first.buffer(WEIGHTS).vector]
 
     def steps(self, do: Do, notes: Notes, action: StepReplica, step: int) -> None:
         do(1, partial(self._step, notes, action, step), (0,) if action.difference else ())
@@ -64,6 +82,7 @@ class MatrixUpdates:
         early = action.elasticity is not None
         if action.difference and early:
             self._differ(notes, step)
+        assert self._joined is not None
         self._joined.step(self._vectors(GRADIENT), action.learning_rate, notes.rates_of(step))
         if action.difference and not early:
             self._differ(notes, step)
@@ -86,9 +105,13 @@ class MatrixUpdates:
         squares = torch.stack(torch._foreach_norm(differences)).double().square()
         notes.squares.index_copy_(0, notes.round_of(step), squares[None])
 
-    def average(self, samples: Sequence[int]) -> None:
-        vectors = self._vectors(DIFFERENCE)
-        torch.mean(torch.stack(vectors), 0, out=vectors[0])
+    def average(self, name: str, samples: Sequence[int]) -> None:
+        vectors = self._vectors(name)
+        if self._replicas:
+            torch.mean(torch.stack(vectors), 0, out=vectors[0])
+            return
+        gradients = vectors[:1] * len(vectors) if self._joint else vectors
+        average(vectors[0], gradients, samples, sums=self._sums)
 
     def approach(self, do: Do, elasticity: float) -> None:
         do(1, partial(self._approach, elasticity), (0,))

@@ -2,7 +2,8 @@
 
 A graph makes several rounds: updates, or local steps. Learners have lanes: gradient, correction and step, next
 gradient. The averages have lane 0. The last step of an update waits for the average before it, and an average waits for
-the steps before it. So an average is made while the next gradients are computed. Mini-batches are gathered by a counter
+the steps before it. So an average is made while the next gradients are computed. Without replicas, gradients and
+averages wait for each other. Mini-batches are gathered by a counter
 of the device. Losses, distances and samples of the weights are noted by it.
 
 Source: crossbow.txt §4.2, Figure 8.
@@ -26,12 +27,12 @@ from rudra.compute.device.devices import kind_of
 from rudra.compute.device.faults import memory_text
 from rudra.compute.device.graphs import Graph, NotRecordedError
 from rudra.compute.device.streams import Number, Pending, until_done
+from rudra.compute.learners import OwningLearnerExecutor
 from rudra.compute.optim import Rates, UpdateRule
 from rudra.compute.rates import ODD, rounds_alike
-from rudra.compute.replicas import AveragerExecutor
 from rudra.compute.weight_samples import CountedSamples
 from rudra.core.actions import StepReplica
-from rudra.core.buffer_names import DIFFERENCE, GRADIENT, REPLICA, WEIGHTS
+from rudra.core.buffer_names import GRADIENT, REPLICA, WEIGHTS
 from rudra.core.bursts import MOST_ROUNDS, Burst, BurstMade
 from rudra.core.digest import digest_of
 from rudra.log import log
@@ -80,7 +81,7 @@ class Notes:
     Args:
         period: Mini-batches of each learner in a round, τ.
         counts: Samples of a mini-batch of each learner.
-        groups: Number of optimiser groups of a replica, and of the weights.
+        groups: Number of optimiser groups of a replica, and of the weights. Without replicas both are the same.
         width: Numbers that identify a sample.
         size: Number of elements of the weights.
         device: The device.
@@ -160,13 +161,13 @@ class Updates(Protocol):
     lanes: range
 
     def gradients(self, do: Do, notes: Notes, step: int) -> None:
-        """Appends the gradients of a step of the work."""
+        """Appends the gradients of a step of the work: at the replicas, or else at the weights after lane 0."""
 
     def steps(self, do: Do, notes: Notes, action: StepReplica, step: int) -> None:
         """Appends a step of all replicas of the work. Its rates may be in the notes."""
 
-    def average(self, samples: Sequence[int]) -> None:
-        """Averages the differences of all replicas, weighted by samples, into the first of them."""
+    def average(self, name: str, samples: Sequence[int]) -> None:
+        """Averages the vectors of all learners in a buffer, weighted by samples, into the first of them."""
 
     def approach(self, do: Do, elasticity: float) -> None:
         """Appends the moves of all replicas towards the central model."""
@@ -204,14 +205,14 @@ class RecordedBursts:
     """Bursts from graphs, for learners whose vectors and training set are on one device.
 
     Args:
-        learners: Executors of the learners, in learner order. In updates the first one owns the central model.
+        learners: Executors of the learners, in learner order. In updates the first one owns the weights.
         ways: Returns how the learners make a round. It is called when their optimisers have their states.
 
     Attributes:
         refusal: Why bursts are not recorded. Empty: they may be.
     """
 
-    def __init__(self, learners: Sequence[AveragerExecutor], ways: Callable[[], Updates]) -> None:
+    def __init__(self, learners: Sequence[OwningLearnerExecutor], ways: Callable[[], Updates]) -> None:
         self._learners, self._first, self._ways = learners, learners[0], ways
         self._device = self._first.device
         self._kind = kind_of(self._device)
@@ -259,10 +260,8 @@ class RecordedBursts:
         if keeps:
             self._enter_rates(slot, burst)
         pending = self._stream.submit(partial(self._do, notes, slot, burst, count, graphs, takes_rates=keeps))
-        for executor in self._learners:
-            executor.buffer(REPLICA).version += count
-        if burst.averages:
-            self._first.buffer(WEIGHTS).version += count
+        for executor, name in self._stepped(burst):
+            executor.buffer(name).version += count
         return Made(count, burst.averages, self._results(memory, slot, burst, count, pending, began), queued=True)
 
     def _results(
@@ -306,8 +305,14 @@ class RecordedBursts:
 
     @property
     def _rules(self) -> tuple[UpdateRule, UpdateRule]:
-        """Update rules of the replicas and of the weights."""
-        return self._first.inner_rule, self._first.weight_rule
+        """Update rules of the replicas and of the weights. Without replicas both are the same."""
+        rules = [*self._first.rules.values()]
+        return rules[0], rules[-1]
+
+    def _stepped(self, burst: Burst) -> list[tuple[OwningLearnerExecutor, str]]:
+        """Returns the vectors that a round steps: the replicas, and the weights by an average."""
+        replicas = [(each, name) for each in self._learners for name in each.rules if name != WEIGHTS]
+        return [*replicas, *([(self._first, WEIGHTS)] if burst.averages else ())]
 
     def _about(self, burst: Burst) -> tuple[object, ...]:
         return burst.averages, self._first.settings
@@ -319,11 +324,12 @@ class RecordedBursts:
         """
         about = self._about(burst)
         if about not in self._keeps:
-            rate, rules = burst.rates[0] * ODD, zip(self._rules, (REPLICA, WEIGHTS), strict=True)
+            rate, rules = (burst.rates or burst.weight_rates)[0] * ODD, self._first.rules
+            own = [(rules[name], name) for each, name in self._stepped(burst) if each is self._first]
             self._keeps[about] = all(
                 rule.takes_rates
                 and rounds_alike(partial(self._try, rule), self._state(rule, name), rule.rates(rate), rate)
-                for rule, name in [*rules][: 1 + burst.averages]
+                for rule, name in own
             )
         return self._keeps[about]
 
@@ -389,7 +395,7 @@ class RecordedBursts:
 
     def _graph(self, burst: Burst, rounds: int, rates: tuple[float, ...], notes: Notes) -> Graph:
         about = burst.averages, rates, burst.step, burst.elasticity, self._first.settings
-        key = rounds, burst.period, *about, *(each.data_ptr() for each in self._written(averages=burst.averages))
+        key = rounds, burst.period, *about, *(each.data_ptr() for each in self._written(burst))
         found = self._graphs.get(key)
         if found is None or not found.is_valid():
             while len(self._graphs) >= KEPT:
@@ -397,18 +403,17 @@ class RecordedBursts:
             found = self._graphs[key] = self._recorded(burst, rounds, notes)
         return found
 
-    def _written(self, *, averages: bool) -> list[torch.Tensor]:
+    def _written(self, burst: Burst) -> list[torch.Tensor]:
         """Returns all tensors that a round changes, in memory without other readers.
 
         A restart or a change of the job may replace those of the optimisers. Local steps do not change weights and
         differences, because an average of the period before may be under way.
         """
-        found = [self._first.buffer(WEIGHTS).vector] if averages else []
-        for executor in self._learners:
-            found.append(executor.buffer(REPLICA).vector)
-            found += (executor.renew(name).vector for name in (GRADIENT, *([DIFFERENCE] if averages else [])))
-            found += executor.states(central=averages and executor is self._first)
-        return found
+        found = []
+        for executor, name in self._stepped(burst):
+            found += [executor.buffer(name).vector, *executor.rules[name].state().values()]
+        filled = {GRADIENT, burst.averaged} if burst.averages else {GRADIENT}
+        return found + [executor.renew(name).vector for executor in self._learners for name in sorted(filled)]
 
     def _recorded(self, burst: Burst, rounds: int, notes: Notes) -> Graph:
         """Records rounds. Nothing has changed afterwards.
@@ -417,7 +422,7 @@ class RecordedBursts:
             NotRecordedError: They cannot be recorded.
         """
         generator, ways = self._kind.generator(self._device), self._ways()
-        written = [*self._written(averages=burst.averages), notes.number, notes.samples.timestamp]
+        written = [*self._written(burst), notes.number, notes.samples.timestamp]
         needed, free = sum(each.nbytes for each in written), self._kind.free_bytes(self._device)
         if free is not None and needed > free / 2:
             raise NotRecordedError(f"copies of all replicas take {bytes_text(needed)}, and {bytes_text(free)} are free")
@@ -437,11 +442,14 @@ class RecordedBursts:
         """Makes rounds."""
         lanes = self._kind.lanes(self._device, 1 + len(ways.lanes))
         for number in range(rounds):
-            for inner, rate in enumerate(burst.rates[: burst.period]):
-                ends = burst.averages and inner + 1 == burst.period
-                ways.gradients(lanes.do, notes, number * burst.period + inner)
-                step = structs.replace(burst.step, learning_rate=rate) if ends else StepReplica(GRADIENT, REPLICA, rate)
-                ways.steps(lanes.do, notes, step, number * burst.period + inner)
+            for inner in range(burst.period):
+                place = number * burst.period + inner
+                ways.gradients(lanes.do, notes, place)
+                if burst.step is not None:
+                    ends, rate = burst.averages and inner + 1 == burst.period, burst.rates[inner]
+                    usual = StepReplica(GRADIENT, REPLICA, rate)
+                    step = structs.replace(burst.step, learning_rate=rate) if ends else usual
+                    ways.steps(lanes.do, notes, step, place)
             if burst.averages:
                 lanes.do(0, partial(self._average, ways, burst, number, notes), ways.lanes)
             if burst.averages and burst.elasticity is not None:
@@ -452,9 +460,10 @@ class RecordedBursts:
 
     def _average(self, ways: Updates, burst: Burst, number: int, notes: Notes) -> None:
         """Averages, steps the weights and notes a sample of them, in an update of the work."""
-        owner, difference, weights = (self._first, *(self._first.buffer(name).vector for name in (DIFFERENCE, WEIGHTS)))
-        ways.average([work.count for _, work in burst.learners])
-        owner.in_place().apply(difference, burst.weight_rates[0], notes.weight_rates_of(number))
+        owner, name = self._first, burst.averaged
+        mean, weights = owner.buffer(name).vector, owner.buffer(WEIGHTS).vector
+        ways.average(name, [work.count for _, work in burst.learners])
+        owner.in_place().apply(mean, burst.weight_rates[0], notes.weight_rates_of(number))
         notes.samples.take(weights, number)
 
 
