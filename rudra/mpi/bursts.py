@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import inf
 
 from rudra.compute.bank.bursts import BankBursts
-from rudra.compute.bank.recorded import AHEAD, Made
+from rudra.compute.bank.recorded import Made
+from rudra.compute.bank.recording import AHEAD
 from rudra.compute.device.streams import Pending
 from rudra.compute.executor import Executor
 from rudra.compute.learners import OwningLearnerExecutor, ReplicaExecutor

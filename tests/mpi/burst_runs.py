@@ -24,13 +24,14 @@ def burst_runs(
 
     Returns for each job and way: the content of the result file that does not depend on the time, the numbers of
     updates and of local steps that this rank made in bursts, how many of them a device recorded, and why not all; the
-    number of updates that its learners made in lockstep.
+    number of updates that its learners made in lockstep, and of actions in it that a device recorded.
     """
     from mpi4py import MPI
 
     import rudra.mpi.driver
     from rudra.bench.ranks import train
     from rudra.compute.bank.recorded import RecordedBursts
+    from rudra.compute.bank.recorded_actions import RecordedActions
     from rudra.compute.device.adverse import AdverseDevice
     from rudra.compute.device.devices import DEVICES
     from rudra.core.actions import Compute, Update
@@ -41,7 +42,7 @@ def burst_runs(
     plain, makes_bursts, take, holds = DEVICES["cpu"], rudra.mpi.driver.makes_bursts, Bursts.take, Bursts.holds
     takes_all = Lockstep.takes
     early: list[str] = []  # the way, if its first request is still to come
-    none = {"updates": 0, "local steps": 0, "recorded": 0, "in lockstep": 0}
+    none = {"updates": 0, "local steps": 0, "recorded": 0, "in lockstep": 0, "gradients": 0, "steps": 0, "moves": 0}
     record, begin, seen = RecordedBursts.__init__, RecordedBursts.begin, dict(none)
     made: list[RecordedBursts] = []
 
@@ -69,6 +70,16 @@ def burst_runs(
             return False
         return holds(bursts, role, action)
 
+    def counted(name: str, begin: Any) -> Any:
+        def noted(actions: RecordedActions, *about: Any) -> Any:
+            made = begin(actions, *about)
+            seen[name] += bool(made)
+            return made
+
+        return noted
+
+    for name, method in (("gradients", "compute"), ("steps", "step"), ("moves", "approach")):
+        setattr(RecordedActions, method, counted(name, getattr(RecordedActions, method)))
     Bursts.holds, Lockstep.takes = hold, takes  # type: ignore[method-assign]
     Bursts.take, RecordedBursts.__init__ = count, note  # type: ignore[method-assign]
     RecordedBursts.begin = begun  # type: ignore[method-assign]

@@ -193,12 +193,15 @@ LOCKSTEP = {
 }
 """Jobs whose learners are on two ranks, and average after almost every mini-batch."""
 
-NOT_RECORDED = {"dropout": "the model draws random numbers", "adam": None}
+DRAWS = "the model draws random numbers"
+NOT_RECORDED = {"dropout": DRAWS, "dropout, period 1": DRAWS, "adam": None}
 NOT_RECORDED |= {f"hardsync, {name}": text for name, text in {**NOT_RECORDED, "microbatches": None}.items()}
 """Jobs that a device does not record, and what it says."""
 
-ROUNDED = {"fused": {"averages"}}
-"""Tables that a recorded burst rounds differently: one operation computes the norms of all differences."""
+
+def rounded(name: str) -> set[str]:
+    """Tables that a fused bank rounds differently if it is recorded: one operation computes all norms."""
+    return {"averages"} if name.endswith("fused") else set()
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +246,7 @@ def test_recorded_bursts_give_the_content_of_a_run_whose_learners_are_asked(foun
     assert recorded["updates"] > 0
     if "checkpoints" not in name:  # learners are asked as long as one is written, which depends on the disk
         assert (recorded["recorded"] > recorded["updates"] / 2) == (name not in NOT_RECORDED)
-    assert differing(recorded["content"], asked["content"]) <= ROUNDED.get(name, set())
+    assert differing(recorded["content"], asked["content"]) <= rounded(name)
     assert recorded["refusal"] == NOT_RECORDED.get(name, "")
 
 
@@ -268,7 +271,7 @@ def test_recorded_local_steps_give_the_content_of_a_run_whose_learners_are_asked
     recorded, asked = local[f"{of_ranks}: recorded 1"], local[f"{of_ranks}: {ASKED}"]
     assert all(recorded["local steps"])
     assert (recorded["recorded"] > recorded["local steps"][0] / 2) == (of_ranks not in NOT_RECORDED)
-    assert recorded["content"] == asked["content"]
+    assert differing(recorded["content"], asked["content"]) <= rounded(of_ranks)
     assert recorded["refusal"] == NOT_RECORDED.get(of_ranks, "")
 
 
@@ -279,11 +282,14 @@ SOME_LOCKSTEP = ["sma, period 1", "diloco, period 2", "elastic, fused", "changes
 def test_learners_in_lockstep_give_the_content_of_a_run_whose_learners_are_asked(
     local: dict[str, Any], of_ranks: str
 ) -> None:
-    asked, *others = (local[f"{of_ranks}: {way}"] for way in (ASKED, "bursts", "recorded 1"))
+    asked, lockstep, recorded = (local[f"{of_ranks}: {way}"] for way in (ASKED, "bursts", "recorded 1"))
     assert asked["in lockstep"] == [0, 0]
-    for run in others:
+    for run in (lockstep, recorded):
         assert all(count > 5 for count in run["in lockstep"])
-        assert run["content"] == asked["content"]
+    assert lockstep["content"] == asked["content"]
+    assert differing(recorded["content"], asked["content"]) <= rounded(of_ranks)
+    for action in () if of_ranks in NOT_RECORDED else ("gradients", "steps"):
+        assert recorded[action] > recorded["in lockstep"][0] / 2
 
 
 def test_a_block_on_one_rank_proceeds_in_lockstep() -> None:
@@ -314,7 +320,7 @@ def test_all_adverse_orders_give_one_result(name: str) -> None:
     asked = runs.pop(f"{name}: {ASKED}")["content"]
     assert len(runs) == SEEDS
     assert all(run["updates"] and not run["refusal"] for run in runs.values())
-    assert set().union(*(differing(run["content"], asked) for run in runs.values())) <= ROUNDED.get(name, set())
+    assert set().union(*(differing(run["content"], asked) for run in runs.values())) <= rounded(name)
 
 
 @pytest.mark.campaign
@@ -325,7 +331,8 @@ def test_all_adverse_orders_of_local_steps_give_one_result(name: str) -> None:
     asked = runs.pop(f"{name}: {ASKED}")["content"]
     assert len(runs) == LOCAL_SEEDS
     way = "in lockstep" if name in LOCKSTEP else "local steps"
-    assert all(run[way] and not run["refusal"] and run["content"] == asked for run in runs.values())
+    assert all(run[way] and not run["refusal"] for run in runs.values())
+    assert set().union(*(differing(run["content"], asked) for run in runs.values())) <= rounded(name)
 
 
 JOB = """

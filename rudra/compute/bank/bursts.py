@@ -18,7 +18,9 @@ from rudra.compute.bank.gathering import gradients_are_summed, throughout
 from rudra.compute.bank.graphs import streams_of
 from rudra.compute.bank.lanes import LaneUpdates
 from rudra.compute.bank.matrices import MatrixUpdates
-from rudra.compute.bank.recorded import Made, RecordedBursts, Updates
+from rudra.compute.bank.recorded import Made, RecordedBursts
+from rudra.compute.bank.recorded_actions import RecordedActions
+from rudra.compute.bank.recording import Recorder, Updates
 from rudra.compute.device.devices import kind_of
 from rudra.compute.device.faults import memory_text
 from rudra.compute.device.streams import Pending
@@ -46,7 +48,7 @@ class BankBursts:
         learners: Executors of the learners of this rank that take part in the run, in learner order. If they are all
             learners of the run, the first one updates the weights for all.
         sums: Order of addition (`Plan.partial_sums`).
-        recorded: Bursts from graphs. None: the device has none.
+        recorder: Graphs of the bank. None: the device has none.
 
     Attributes:
         hurries: Whether a burst ends after the round under way, because a learner is asked for something else.
@@ -57,9 +59,11 @@ class BankBursts:
         self,
         learners: Sequence[OwningLearnerExecutor],
         sums: Sequence[Sequence[int]],
-        recorded: RecordedBursts | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
-        self._learners, self._sums, self._recorded = learners, sums, recorded
+        self._learners, self._sums = learners, sums
+        self._recorded = None if recorder is None else RecordedBursts(recorder)
+        self._actions = None if recorder is None else RecordedActions(recorder)
         self.apart = self.hurries = False
 
     @probed
@@ -67,8 +71,10 @@ class BankBursts:
         """Begins a burst, or only its first rounds."""
         self.hurries = False
         self.apart |= burst.averages
-        made = None if self._recorded is None else self._recorded.begin(burst)
-        return Made(burst.rounds, burst.averages, self._make(burst)) if made is None else made
+        if self._recorded is not None and (made := self._recorded.begin(burst)) is not None:
+            return made
+        self._await_moves()
+        return Made(burst.rounds, burst.averages, self._make(burst))
 
     def _make(self, burst: Burst) -> Iterator[BurstMade | Pending | None]:
         """Makes the rounds of a burst.
@@ -176,12 +182,18 @@ class BankBursts:
 
     def approach(self, elasticity: float) -> None:
         """Moves all replicas towards the central model, by a fraction of the distance."""
+        if self._actions is not None and self._actions.approach(elasticity):
+            return
         self._share_central()
         for place, executor in enumerate(self._learners):
             executor.perform(PullReplica(REPLICA, _shared_weights(place), elasticity))
 
     def compute(self, actions: Sequence[Compute]) -> Iterator[BankDone | Pending | None]:
         """Computes a gradient of each learner, in lockstep. There are no events if the memory does not suffice."""
+        if self._actions is not None and (work := self._actions.compute(actions)) is not None:
+            yield from work
+            return
+        self._await_moves()
         done: list[Event] = []
         try:
             done = yield from _together([executor.compute(action) for executor, action in self._prepared(actions)])
@@ -192,10 +204,17 @@ class BankBursts:
 
     def step(self, action: StepReplica) -> Iterator[BankDone | Pending | None]:
         """Steps the replica of each learner, in lockstep."""
+        if self._actions is not None and (work := self._actions.step(action)) is not None:
+            yield from work
+            return
         if action.difference:
             self._share_central(action.weights)
         works = [executor.attempt(action) for executor, action in self._with_central(action)]
         yield BankDone(tuple((yield from _together(works))))
+
+    def _await_moves(self) -> None:
+        if self._actions is not None:
+            self._actions.settle()
 
     def share_difference(self) -> None:
         """Lets all learners bring the difference of their block's reference into an average."""
@@ -206,6 +225,7 @@ class BankBursts:
 
     def settle(self) -> None:
         """Gives all learners the weights, and the state of their optimiser."""
+        self._await_moves()
         if not self.apart:
             return
         first, *others = self._learners
@@ -264,4 +284,4 @@ def bursts_of(job: Job, plan: Plan, learners: Sequence[OwningLearnerExecutor]) -
     if not (job.cluster.fused and len(learners) > 1 and all(each.rules[REPLICA].joins for each in replicas)):
         lanes = streams_of(job, first.device) if job.cluster.graphed else 1
         ways = partial(LaneUpdates, learners, replicas, sums, lanes)
-    return BankBursts(learners, sums, RecordedBursts(learners, ways))
+    return BankBursts(learners, sums, Recorder(learners, ways))

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from rudra.compute.averaging import average
-from rudra.compute.bank.recorded import Do, Notes
+from rudra.compute.bank.recording import Do, Notes
 from rudra.compute.device.streams import Number
 from rudra.compute.learners import OwningLearnerExecutor
 from rudra.compute.replicas import AveragerExecutor
@@ -57,8 +57,9 @@ class LaneUpdates:
         notes.losses[:, place].index_copy_(0, number, notes.row_of(loss, wrong)[None])
 
     def steps(self, do: Do, notes: Notes, action: StepReplica, step: int) -> None:
+        first = self._learners[0].buffer(action.weights).vector if action.difference else None
         for place, executor in enumerate(self._replicas):
-            work = executor.stepping(action, self._central, partial(notes.rates_of, step))
+            work = executor.stepping(action, first, partial(notes.rates_of, step))
             if action.difference:
                 do(self._lane(place), partial(self._noting, work, notes, place, step), (0,))
             else:

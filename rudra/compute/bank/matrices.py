@@ -11,12 +11,12 @@ import torch
 
 from rudra.compute.averaging import average
 from rudra.compute.bank.fused import Operations, fused_gradients
-from rudra.compute.bank.recorded import Do, Notes
+from rudra.compute.bank.recording import Do, Notes
 from rudra.compute.joined_steps import JoinedSteps
 from rudra.compute.learners import OwningLearnerExecutor
 from rudra.compute.replicas import AveragerExecutor
 from rudra.core.actions import StepReplica
-from rudra.core.buffer_names import DIFFERENCE, GRADIENT, REPLICA, WEIGHTS
+from rudra.core.buffer_names import GRADIENT, REPLICA, WEIGHTS
 from rudra.data.trees import mapped
 
 
@@ -51,9 +51,8 @@ class MatrixUpdates:
     def _trained(self, name: str) -> list[torch.Tensor]:
         return [vector[: self._first.parameters] for vector in self._vectors(name)]
 
-    @property
-    def _central(self) -> list[torch.Tensor]:
-        return [self._first.buffer(WEIGHTS).vector[: self._first.parameters]] * len(self._learners)
+    def _of_first(self, name: str) -> list[torch.Tensor]:
+        return [self._first.buffer(name).vector[: self._first.parameters]] * len(self._learners)
 
     def gradients(self, do: Do, notes: Notes, step: int) -> None:
         do(1, partial(self._gradients, notes, step), () if self._replicas else (0,))
@@ -81,26 +80,26 @@ class MatrixUpdates:
         """Steps all replicas as `ElasticExecutor.step` does."""
         early = action.elasticity is not None
         if action.difference and early:
-            self._differ(notes, step)
+            self._differ(notes, action, step)
         assert self._joined is not None
         self._joined.step(self._vectors(GRADIENT), action.learning_rate, notes.rates_of(step))
         if action.difference and not early:
-            self._differ(notes, step)
+            self._differ(notes, action, step)
         elif action.elasticity:
-            torch._foreach_add_(self._trained(REPLICA), self._trained(DIFFERENCE), alpha=action.elasticity)
+            torch._foreach_add_(self._trained(REPLICA), self._trained(action.difference), alpha=action.elasticity)
         if self._first.size > self._first.parameters:
             gradients = self._behind(GRADIENT)
-            for name in (REPLICA, *([DIFFERENCE] if action.difference else [])):
+            for name in (REPLICA, *([action.difference] if action.difference else [])):
                 torch._foreach_copy_(self._behind(name), gradients)
 
     def _behind(self, name: str) -> list[torch.Tensor]:
         """Returns the buffers of the models, behind their parameters."""
         return [vector[self._first.parameters :] for vector in self._vectors(name)]
 
-    def _differ(self, notes: Notes, step: int) -> None:
-        """Computes the differences between the central model and all replicas, and notes the squares of their norms."""
-        differences = self._trained(DIFFERENCE)
-        torch._foreach_copy_(differences, self._central)
+    def _differ(self, notes: Notes, action: StepReplica, step: int) -> None:
+        """Computes the differences between the first learner's weights and all replicas, and notes their squares."""
+        differences = self._trained(action.difference)
+        torch._foreach_copy_(differences, self._of_first(action.weights))
         torch._foreach_sub_(differences, self._trained(REPLICA))
         squares = torch.stack(torch._foreach_norm(differences)).double().square()
         notes.squares.index_copy_(0, notes.round_of(step), squares[None])
@@ -117,4 +116,4 @@ class MatrixUpdates:
         do(1, partial(self._approach, elasticity), (0,))
 
     def _approach(self, elasticity: float) -> None:
-        torch._foreach_lerp_(self._trained(REPLICA), self._central, elasticity)
+        torch._foreach_lerp_(self._trained(REPLICA), self._of_first(WEIGHTS), elasticity)
