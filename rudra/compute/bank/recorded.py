@@ -2,9 +2,9 @@
 
 A graph makes several rounds: updates, or local steps. Learners have lanes: gradient, correction and step, next
 gradient. The averages have lane 0. The last step of an update waits for the average before it, and an average waits for
-the steps before it. So an average is made while the next gradients are computed. Without replicas, gradients and
-averages wait for each other. Mini-batches are gathered by a counter
-of the device. Losses, distances and samples of the weights are noted by it.
+the steps before it. So an average is made while the next gradients are computed. Without replicas, gradients wait for
+the update before them. Mini-batches are gathered by a counter of the device. Losses, distances and samples of the
+weights are noted by it.
 
 Source: crossbow.txt §4.2, Figure 8.
 """
@@ -425,7 +425,9 @@ class RecordedBursts:
         written = [*self._written(burst), notes.number, notes.samples.timestamp]
         needed, free = sum(each.nbytes for each in written), self._kind.free_bytes(self._device)
         if free is not None and needed > free / 2:
-            raise NotRecordedError(f"copies of all replicas take {bytes_text(needed)}, and {bytes_text(free)} are free")
+            raise NotRecordedError(
+                f"copies of what they change take {bytes_text(needed)}, and {bytes_text(free)} are free"
+            )
         before, drawn = [each.clone() for each in written], generator.get_state()
         notes.number.zero_()
         notes.rows.zero_()
