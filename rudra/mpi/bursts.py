@@ -43,7 +43,7 @@ class Bursts:
 
     Args:
         learners: Roles of this rank that take part in the run, in learner order.
-        alone: Whether no other rank has learners.
+        alone: Whether bursts may make updates (`makes_updates`).
         apart: Whether learners do not wait for each other in each mini-batch. Otherwise there is only lockstep.
         machines: Current state machine of each role.
         making: Maker of the bursts.
@@ -214,6 +214,16 @@ class Bursts:
         return True
 
 
+def makes_updates(plan: Plan, learners: int) -> bool:
+    """Returns whether the learners of a rank are all learners of the run, and a burst adds in the same order as they.
+
+    Args:
+        plan: Role assignment.
+        learners: Number of learners of the rank that take part.
+    """
+    return learners == len(plan.learners) and plan.reduction != "mpi"
+
+
 def makes_bursts(job: Job, plan: Plan, executors: Mapping[int, Executor]) -> bool:
     """Returns whether the learners of a rank may be asked once for several mini-batches, or only one of them is asked.
 
@@ -227,7 +237,7 @@ def makes_bursts(job: Job, plan: Plan, executors: Mapping[int, Executor]) -> boo
     here = [executors[role] for role in plan.learners if role in executors]
     if not here or plan.served or plan.sharing == "replica" or job.training.evaluate == "workers":
         return False
-    if not plan.averaging and len(here) < len(plan.learners):  # other ranks wait for each gradient
+    if not plan.averaging and not makes_updates(plan, len(here)):  # others wait for each gradient
         return False
     kind: type[OwningLearnerExecutor] = AveragerExecutor if plan.averaging else ReplicaExecutor
     kind = ReferrerExecutor if plan.sharing == "reference" else kind

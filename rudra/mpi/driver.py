@@ -53,7 +53,7 @@ from rudra.job.job import Job
 from rudra.log import log
 from rudra.mpi.arena import Arena
 from rudra.mpi.bucket_rule import BucketRule
-from rudra.mpi.bursts import Bursts, makes_bursts
+from rudra.mpi.bursts import Bursts, makes_bursts, makes_updates
 from rudra.mpi.checkpoint_thread import CheckpointThread
 from rudra.mpi.clock import clock_origin
 from rudra.mpi.control_messages import ControlMessages
@@ -455,7 +455,7 @@ class Rank:
             return None
         roles = [role for role in plan.learners if role in executors]
         learners = [each for role in roles if isinstance(each := executors[role], OwningLearnerExecutor)]
-        alone, making = len(roles) == len(plan.learners), bursts_of(self._job, plan, learners)
+        alone, making = makes_updates(plan, len(roles)), bursts_of(self._job, plan, learners)
 
         def clock() -> float:
             return time.perf_counter() - self._origin

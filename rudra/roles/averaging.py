@@ -59,7 +59,7 @@ _IN_LOCKSTEP = (
 class Averager(Replica):
     """Learner that averages. Arguments, start, end and the handling of lost roles are the same as for `Replica`."""
 
-    ANNOUNCED = 1
+    NOTICE = 1
 
     rule: Averaging
 

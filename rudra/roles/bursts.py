@@ -34,7 +34,7 @@ class BankRecords:
 
     Args:
         learners: The learners that take part, in learner order. The first one reports, and decides for all.
-        alone: Whether no other rank has learners.
+        alone: Whether a burst may make updates: no other rank has learners.
     """
 
     def __init__(self, learners: Sequence[Replica], *, alone: bool) -> None:

@@ -125,11 +125,11 @@ class Replica(Machine):
         duties: duties of an owner of weights. Only the first learner reports and makes checkpoints.
         ledger: counters and records of the learner's weights.
         log: record of the learner's mini-batches.
-        rule: rule of averages. None: there are no replicas besides the weights.
+        rule: rule of averages. None: learners have no replicas.
     """
 
-    ANNOUNCED: ClassVar[int] = 0
-    """Number of updates before the one with a checkpoint in which learners announce it."""
+    NOTICE: ClassVar[int] = 0
+    """Number of updates between the announcement of a checkpoint and its update."""
 
     rule: Averaging | None = None
 
@@ -494,7 +494,7 @@ class Replica(Machine):
         if until != inf:
             left = min(left, int(until) - 1 - ledger.timestamp)
         count = min(most, left - after)
-        first = ledger.timestamp + after + 1 + self.ANNOUNCED
+        first = ledger.timestamp + after + 1 + self.NOTICE
         looks = range(count if cycle.counts_updates else min(count, 1))
         due = (each for each in looks if cycle.wanted(first + each, ledger.epoch, now))
         return max(0, next(due, count))

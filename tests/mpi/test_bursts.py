@@ -300,6 +300,19 @@ def test_a_block_on_one_rank_proceeds_in_lockstep() -> None:
         assert runs[f"block: {way}"]["content"] == runs[f"block: {ASKED}"]["content"]
 
 
+@pytest.mark.parametrize(("protocol", "topology"), [("hardsync", "groups"), ("average", "replicas")])
+@pytest.mark.parametrize("reduction", ["ordered", "mpi"])
+def test_updates_of_the_only_rank_with_learners_are_in_bursts_unless_mpi_adds(
+    protocol: str, topology: str, reduction: str
+) -> None:
+    """MPI adds in an order of its own."""
+    own: dict[str, Any] = {"topology": {"name": topology, "options": {"reduction": reduction}}}
+    job = make_job(protocol, 3, training={"minibatch_size": 5}, cluster={"one_rank": False}, **own)
+    _, runs = on_ranks(burst_runs, learners=0, jobs={"job": job}, ways=(ASKED, "bursts"), together=True)
+    assert (runs["job: bursts"]["updates"] > 0) == (reduction == "ordered")
+    assert runs["job: bursts"]["content"] == runs[f"job: {ASKED}"]["content"]
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", ["fused", "streams"])
 def test_a_bank_continues_if_one_learner_did_not_wait_for_a_burst(name: str) -> None:

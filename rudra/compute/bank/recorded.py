@@ -2,9 +2,9 @@
 
 A graph makes several rounds: updates, or local steps. Learners have lanes: gradient, correction and step, next
 gradient. The averages have lane 0. The last step of an update waits for the average before it, and an average waits for
-the steps before it. So an average is made while the next gradients are computed. Without replicas, gradients and
-averages wait for each other. Mini-batches are gathered by a counter
-of the device. Losses, distances and samples of the weights are noted by it.
+the steps before it. So an average is made while the next gradients are computed. Without replicas, gradients wait for
+the update before them. Mini-batches are gathered by a counter of the device. Losses, distances and samples of the
+weights are noted by it.
 
 Source: crossbow.txt §4.2, Figure 8.
 """

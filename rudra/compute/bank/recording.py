@@ -218,7 +218,7 @@ class Recorder:
         """Notes that something cannot be recorded.
 
         Args:
-            error: What was raised. It is raised again if it says something else.
+            error: Error of the attempt. It is raised again if it has another meaning.
             rates_of: Steps whose rates were in memory, which may be the reason. They are tried without.
         """
         reason = memory_text(error) or (str(error) if isinstance(error, NotRecordedError) else None)
@@ -289,10 +289,10 @@ class Recorder:
     def keeps_rates(self, about: object, rate: float, *, averages: bool) -> bool:
         """Returns whether all rates of a round may be in memory. Then a graph serves any of them.
 
-        Local steps do not try it with the weights, of which an average may be under way.
+        Local steps do not try it with the weights, because an average of the weights may be under way.
 
         Args:
-            about: What the answer is for. It does not change.
+            about: Key of the answer, which does not change.
             rate: One of the rates.
             averages: Whether the rounds end with averages.
         """
@@ -322,7 +322,7 @@ class Recorder:
     # Graphs.
 
     def written(self, *fresh: str, averages: bool) -> list[torch.Tensor]:
-        """Returns all tensors that a round changes. A restart or a change of the job may replace those of optimisers.
+        """Returns all tensors that a round changes. A restart, or another job, may replace the optimisers' tensors.
 
         Args:
             fresh: Buffers of the learners that it fills, in memory without other readers.
@@ -344,7 +344,7 @@ class Recorder:
 
         Args:
             about: All numbers that the graph repeats.
-            written: All tensors that the work changes, except those of the notes.
+            written: All tensors that the work changes, except the tensors of the notes.
             work: The work.
             notes: Memory for it.
 
@@ -364,7 +364,9 @@ class Recorder:
         written = [*written, notes.number, notes.samples.timestamp]
         needed, free = sum(each.nbytes for each in written), self._kind.free_bytes(self._device)
         if free is not None and needed > free / 2:
-            raise NotRecordedError(f"copies of all replicas take {bytes_text(needed)}, and {bytes_text(free)} are free")
+            raise NotRecordedError(
+                f"copies of what they change take {bytes_text(needed)}, and {bytes_text(free)} are free"
+            )
         before, drawn = [each.clone() for each in written], generator.get_state()
         notes.number.zero_()
         notes.rows.zero_()
