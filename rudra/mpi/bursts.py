@@ -26,7 +26,6 @@ from rudra.job.job import Job
 from rudra.mpi.lockstep import Lockstep
 from rudra.probe import probed
 from rudra.roles import Machine
-from rudra.roles.averaging import Averager
 from rudra.roles.bursts import BankRecords
 from rudra.roles.replica import Replica
 from topologies import Plan
@@ -131,11 +130,10 @@ class Bursts:
 
     def _start_lockstep(self, learners: Sequence[Replica]) -> bool:
         """Lets the learners proceed in lockstep, if all have done the same. Returns whether there was something."""
-        averaging = [each for each in learners if isinstance(each, Averager)]
-        if self._lockstep is None or len({each.stands_with for each in averaging}) > 1:
+        if self._lockstep is None or len({each.stands_with for each in learners}) > 1:
             return self.release()
         held, self._held = self._held, {}
-        self._lockstep.start(averaging, held)
+        self._lockstep.start(learners, held)
         return True
 
     def _go(self) -> bool:
@@ -236,8 +234,6 @@ def makes_bursts(job: Job, plan: Plan, executors: Mapping[int, Executor]) -> boo
     """
     here = [executors[role] for role in plan.learners if role in executors]
     if not here or plan.served or plan.sharing == "replica" or job.training.evaluate == "workers":
-        return False
-    if not plan.averaging and not makes_updates(plan, len(here)):  # others wait for each gradient
         return False
     kind: type[OwningLearnerExecutor] = AveragerExecutor if plan.averaging else ReplicaExecutor
     kind = ReferrerExecutor if plan.sharing == "reference" else kind

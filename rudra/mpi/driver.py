@@ -464,7 +464,7 @@ class Rank:
         apart, together = plan.sharing == "nothing", len({plan.roles[role].group for role in roles}) == 1
         if len(roles) > 1 and together and not (alone and apart) and not self._reductions.buckets:
             lockstep = Lockstep(roles, making, self._do, self._perform, self._handle, begin, events, clock)
-        if not apart and lockstep is None:
+        if lockstep is None and not (apart and (alone or plan.averaging)):
             return None
         machines = self._roles.machines
         return Bursts(roles, alone, apart, machines, making, self._do, self._perform, begin, events, clock, lockstep)

@@ -2,8 +2,9 @@
 
 All learners of a rank do the same at the same time. So the rank asks only the first one, the leader, what to do. It
 does that for all of them, and then the leader gets the event. The others follow: they only note their own mini-batches,
-and bring their own differences into the averages. They share the leader's copy of the weights, so the rank updates the
-weights once. In the same way they share the reference, if they are in one block of `hierarchical`.
+and bring their own differences, or gradients (hardsync), into the averages. They share the leader's copy of the
+weights, so the rank updates the weights once. In the same way they share the reference, if they are in one block of
+`hierarchical`.
 
 Everything else ends the lockstep: a message for a learner, a death, a request of any learner, or an average that ends
 an epoch. Then the others catch up with the leader, and are asked again. Weights and rows are bitwise the same.
@@ -20,7 +21,7 @@ from rudra.core import buffer_names
 from rudra.core.actions import Action, Compute, PullReplica, StepReplica, Update
 from rudra.core.bursts import BankDone
 from rudra.core.events import Computed, Event, MemoryExhausted, Reduced, ReplicaStepped, Updated
-from rudra.roles.averaging import Averager
+from rudra.roles.replica import Replica
 
 
 class Lockstep:
@@ -50,7 +51,7 @@ class Lockstep:
     ) -> None:
         self._making, self._do, self._perform, self._handle, self._begin = making, do, perform, handle, begin
         self._roles, self._events, self._clock = roles, events, clock
-        self._learners: list[Averager] = []  # the leader, and those that follow it. Empty: there is no lockstep
+        self._learners: list[Replica] = []  # the leader, and those that follow it. Empty: there is no lockstep
         self._computing: Sequence[Compute] = ()  # the last mini-batch of each
         self._known = 0  # followers that still get the event of an average that the leader has taken for them
         self._postponed: list[tuple[int, Event]] = []
@@ -60,7 +61,7 @@ class Lockstep:
         """Whether learners follow a leader."""
         return bool(self._learners)
 
-    def start(self, learners: Sequence[Averager], actions: Mapping[int, Compute]) -> None:
+    def start(self, learners: Sequence[Replica], actions: Mapping[int, Compute]) -> None:
         """Begins with mini-batches that all learners wait for."""
         self._learners = [*learners]
         self._compute([actions[learner.id] for learner in learners])
@@ -90,7 +91,7 @@ class Lockstep:
             case Compute():
                 now, actions = self._clock(), [action]
                 for follower in followers:
-                    compute, *due = follower.follow_next(now)
+                    compute, *due = follower.follow_next(leader, now)
                     assert isinstance(compute, Compute)
                     actions.append(compute)
                     for each in due:
@@ -127,11 +128,9 @@ class Lockstep:
         first, *others = done.events
         now = self._clock()
         for follower, event in zip(followers, others, strict=True):
-            if isinstance(event, Computed):
-                follower.follow_gradient(event, now)
-            elif isinstance(event, ReplicaStepped):
-                for action in follower.follow_step(event, leader, now):
-                    self._do(follower.id, action)
+            assert isinstance(event, Computed | ReplicaStepped)
+            for action in follower.follow(event, leader, now):
+                self._do(follower.id, action)
         self._handle(leader.id, first)
 
     def keeps(self, role: int, event: Event) -> bool:

@@ -49,17 +49,15 @@ POOLING = ReplicaState.POOLING
 REDUCING, STOPPED, REGROUPING = ReplicaState.REDUCING, ReplicaState.STOPPED, ReplicaState.REGROUPING
 _NOT_HERE = {ReplicaState.WAITING, ReplicaState.UPDATING, MessageKind.STEPPED, *THROUGH_STAGE}
 
-_IN_LOCKSTEP = (
-    *("state", "_digest", "_under_way", "_quiet", "_quiet_next", "_saves", "_stops", "_drops", "_distances"),
-    *("_gradients", "_ended_training", "_held_s"),
-)
-"""Attributes that are the same for all learners of a rank that do the same."""
-
 
 class Averager(Replica):
     """Learner that averages. Arguments, start, end and the handling of lost roles are the same as for `Replica`."""
 
     NOTICE = 1
+    IN_LOCKSTEP = (
+        *Replica.IN_LOCKSTEP,
+        *("_under_way", "_quiet", "_quiet_next", "_saves", "_drops", "_distances", "_held_s"),
+    )
 
     rule: Averaging
 
@@ -342,40 +340,22 @@ class Averager(Replica):
 
     @property
     def stands_with(self) -> tuple[Any, ...]:
-        """State that is the same for learners that wait for the same mini-batch after the same updates."""
-        flags = self._under_way, self._quiet, self._quiet_next, self._digest, self._sharing.busy
-        return self.state, self.place, self.ledger.timestamp, self.is_settling, flags
+        return *super().stands_with, self._under_way, self._quiet, self._quiet_next, self._sharing.busy
 
     @property
     def is_settling(self) -> bool:
-        """Whether an average has come, and what it changes is not complete."""
-        return self.ledger.updating or self._sharing.correcting
+        return super().is_settling or self._sharing.correcting
 
     def only_updates(self, event: Reduced) -> bool:
-        """Returns whether an average only updates the weights, or only corrects the reference of a block.
+        return event.group != self._sharing.everybody or super().only_updates(event)
 
-        Otherwise a learner asks for more, or an epoch or a job ends with it.
-        """
-        if event.group != self._sharing.everybody:
-            return True
-        ledger, words = self.ledger, event.words
-        asks = any(word.enough or word.stopped or word.saves or word.decided for word in words)
-        lowers = max(word.lowered for word in words) > len(ledger.rules.lr_drops)
-        differs = any(word.digest != self._digest for word in words)
-        samples = ledger.samples + sum(gradient.samples for gradient in event.gradients)
-        ends = samples >= (ledger.epoch + 1) * self._training_samples
-        changes = ledger.rules.until.is_reached(ledger.epoch, ledger.timestamp + 1)
-        waits = self._leads and self.duties.are_ahead
-        return not (asks or lowers or differs or ends or changes or waits)
-
-    def follow_gradient(self, event: Computed, now: float) -> None:
-        """Notes a mini-batch, while this learner follows."""
-        self._ready_at = now
-        self.log.enter(event, self._periods.number, now)
-        self._periods.made.add(self.log.describe(event, self._periods.number))
-
-    def follow_step(self, event: ReplicaStepped, leader: "Averager", now: float) -> list[Action]:
-        """Notes a step, while this learner follows. Brings what is averaged after it."""
+    def follow(self, event: Computed | ReplicaStepped, leader: Replica, now: float) -> list[Action]:
+        if isinstance(event, Computed):
+            self._ready_at = now
+            self.log.enter(event, self._periods.number, now)
+            self._periods.made.add(self.log.describe(event, self._periods.number))
+            return []
+        assert isinstance(leader, Averager)
         self._stepped_at, self._step_s, self._held_s = now, event.seconds, leader._held_s
         ends = self._periods.is_complete
         reduce = self._sharing.correct(self._periods.made.last, ends_period=ends)
@@ -385,21 +365,13 @@ class Averager(Replica):
                 return self._bring_too(event, leader, now)
         return [] if reduce is None else [reduce]
 
-    def _bring_too(self, event: ReplicaStepped, leader: "Averager", now: float) -> list[Action]:
+    def _bring_too(self, event: ReplicaStepped, leader: Replica, now: float) -> list[Action]:
         self._digest = leader._digest
         return [self._bring(event.distance, now)]
 
-    def follow_correction(self, event: ReplicaStepped, leader: "Averager", now: float) -> list[Action]:
-        """Notes the correction of the block's reference, while this learner follows. A period may end with it."""
+    def follow_correction(self, event: ReplicaStepped, leader: Replica, now: float) -> list[Action]:
         return self._bring_too(event, leader, now) if self._sharing.corrected() else []
 
-    def follow_next(self, now: float) -> list[Action]:
-        """Begins the next mini-batch, while this learner follows. The first action computes it."""
+    def follow_next(self, leader: Replica, now: float) -> list[Action]:
         self.log.spend(self._held_s + now - self._stepped_at, 0.0, 0.0, 0.0, self._step_s)
         return [self.log.begin(REPLICA, GRADIENT, self._periods.number, now), *self.log.due(now)]
-
-    def catch_up(self, leader: "Averager") -> None:
-        """Ends following: continues from where the first learner is."""
-        self.ledger.follow_burst(leader.ledger)
-        for name in _IN_LOCKSTEP:
-            setattr(self, name, getattr(leader, name))

@@ -22,6 +22,7 @@ from rudra.core.events import (
     Lost,
     Received,
     Reduced,
+    ReplicaStepped,
     Saved,
     Sent,
     Started,
@@ -130,6 +131,11 @@ class Replica(Machine):
 
     NOTICE: ClassVar[int] = 0
     """Number of updates between the announcement of a checkpoint and its update."""
+
+    IN_LOCKSTEP: ClassVar[tuple[str, ...]] = (
+        *("state", "_digest", "_gradients", "_stops", "_ended_training", "_reduced_at"),
+    )
+    """Attributes that are the same for all learners of a rank that do the same."""
 
     rule: Averaging | None = None
 
@@ -269,12 +275,15 @@ class Replica(Machine):
         actions, fails = self.log.enter(event, ledger.timestamp, now)
         if fails:
             return actions
-        gradient = self.log.describe(event, ledger.timestamp)
-        told = (self._lr_drops_requested, self._target_reached, ledger.stopped)
-        word = GroupFlags(self._digest, *told, decided=self._decisions.new)
-        batch = self.ledger.rules.job.training.minibatch_size * len(self.plan.learners)
-        rate = ledger.predicted_rate(batch)
-        return [Reduce(GRADIENT, 0, ledger.timestamp, gradient, True, word, rate), *actions]
+        return [self._contribution(self.log.describe(event, ledger.timestamp), self), *actions]
+
+    def _contribution(self, gradient: Gradient, leader: "Replica") -> Reduce:
+        """Begins an average of gradients at the weights of a learner: this one, or the one that it follows."""
+        ledger = leader.ledger
+        told = (self._lr_drops_requested, self._target_reached, self.ledger.stopped)
+        word = GroupFlags(leader._digest, *told, decided=self._decisions.new)
+        rate = ledger.predicted_rate(ledger.rules.job.training.minibatch_size * len(self.plan.learners))
+        return Reduce(GRADIENT, 0, ledger.timestamp, gradient, True, word, rate)
 
     def _stop(self, event: Stopped, now: float) -> list[Action]:
         self.ledger.stopped = self._leads
@@ -521,3 +530,51 @@ class Replica(Machine):
     def begin_minibatch(self, now: float) -> list[Action]:
         """Begins the next mini-batch after others that were made without this learner."""
         return self._next(now)
+
+    # Lockstep (`rudra.mpi.lockstep`): others of its rank follow the first learner, which is asked for all of them.
+
+    @property
+    def stands_with(self) -> tuple[Any, ...]:
+        """State that is the same for learners that wait for the same mini-batch after the same updates."""
+        return self.state, self.place, self.ledger.timestamp, self.is_settling, self._digest
+
+    @property
+    def is_settling(self) -> bool:
+        """Whether an average has come, and what it changes is not complete."""
+        return self.ledger.updating
+
+    def only_updates(self, event: Reduced) -> bool:
+        """Returns whether an average only updates the weights.
+
+        Otherwise a learner asks for more, or an epoch or a job ends with it.
+        """
+        ledger, words = self.ledger, event.words
+        asks = any(word.enough or word.stopped or word.saves or word.decided for word in words)
+        lowers = max(word.lowered for word in words) > len(ledger.rules.lr_drops)
+        differs = any(word.digest != self._digest for word in words)
+        samples = sum(gradient.samples for gradient in event.gradients)
+        changes = ledger.rules.until.is_reached(ledger.epoch, ledger.timestamp + 1)
+        waits = self._leads and self.duties.are_ahead
+        return not (asks or lowers or differs or samples >= ledger.left_of_epoch or changes or waits)
+
+    def follow(self, event: Computed | ReplicaStepped, leader: "Replica", now: float) -> list[Action]:
+        """Notes a mini-batch or a step, while this learner follows. Brings what is averaged after it."""
+        assert isinstance(event, Computed)
+        self._ready_at, timestamp = now, leader.ledger.timestamp
+        self.log.enter(event, timestamp, now)
+        return [self._contribution(self.log.describe(event, timestamp), leader)]
+
+    def follow_correction(self, event: ReplicaStepped, leader: "Replica", now: float) -> list[Action]:
+        """Notes the correction of what its block shares, while this learner follows. A period may end with it."""
+        return []
+
+    def follow_next(self, leader: "Replica", now: float) -> list[Action]:
+        """Begins the next mini-batch, while this learner follows. The first action computes it."""
+        self.log.spend(leader._reduced_at - self._ready_at, 0.0, 0.0, 0.0, now - leader._reduced_at)
+        return [self.log.begin(WEIGHTS, GRADIENT, leader.ledger.timestamp, now), *self.log.due(now)]
+
+    def catch_up(self, leader: "Replica") -> None:
+        """Ends following: continues from where the first learner is."""
+        self.ledger.follow_burst(leader.ledger)
+        for name in self.IN_LOCKSTEP:
+            setattr(self, name, getattr(leader, name))

@@ -194,6 +194,9 @@ class BankBursts:
             yield from work
             return
         self._await_moves()
+        if actions[0].weights == WEIGHTS:
+            self._share_central()
+            actions = [structs.replace(each, weights=_shared_weights(place)) for place, each in enumerate(actions)]
         done: list[Event] = []
         try:
             done = yield from _together([executor.compute(action) for executor, action in self._prepared(actions)])

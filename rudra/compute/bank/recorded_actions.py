@@ -41,11 +41,12 @@ class RecordedActions:
 
     @probed
     def compute(self, actions: Sequence[Compute]) -> Doing | None:
-        """Begins a gradient of each learner at its replica. None: they must be computed as usual."""
+        """Begins a gradient of each learner, at its replica or at the weights. None: they are computed as usual."""
         recorder, batches = self._recorder, [(action.step, action.work) for action in actions]
         if recorder.refusal or not recorder.is_warm("gradients"):
             return None
-        read = [executor.buffer(REPLICA).vector.data_ptr() for executor in self._learners]
+        at = actions[0].weights
+        read = [each.buffer(at).vector.data_ptr() for each in (self._learners if at == REPLICA else self._learners[:1])]
         written = [executor.renew(GRADIENT).vector for executor in self._learners]
         try:
             self._memory = memory = recorder.memory(batches, 1)
