@@ -41,17 +41,16 @@ class BankRecords:
         self._learners, self._leader = learners, learners[0]
         self._updating = alone and all(learner.may_sleep for learner in learners)
         self._rule = self._leader.rule
-        self._first = [learner.log.upcoming for learner in learners]  # the mini-batch that each computes first
+        self._starts = [learner.log.upcoming for learner in learners]  # the mini-batch that each computes first
         self._recorded = 0  # mini-batches of each learner since then
         self._spent = [0.0, 0.0, 0.0]  # seconds of gradients, waits and steps
         self._made = self._computed = 0  # updates, and mini-batches of each learner, that the learners do not know of
         self._rates: deque[list[float]] = deque()  # of the updates of each burst under way, for the records
-        works = [work for _, work in self._first]
-        self._steps = np.array([step for step, _ in self._first])
+        works = [work for _, work in self._starts]
+        self._steps = np.array([step for step, _ in self._starts])
         self._firsts, self._strides = np.array([(work.first, work.stride) for work in works]).T
         self._samples = np.array([work.count for work in works])
         self._together = sum(work.count for work in works)  # samples of a mini-batch of all learners
-        self._last_step = self._leader.step_ahead
         self._numbers = [learner.log.learner for learner in learners]
         self._reports_minibatches = self._leader.ledger.rules.job.results.minibatches
         self._make_room(MOST_ROUNDS)
@@ -65,8 +64,6 @@ class BankRecords:
         self._minibatches = np.zeros((steps, len(self._learners)), records.MINIBATCH)
         self._minibatches["learner"], self._minibatches["samples"] = self._numbers, self._samples
         self._place = np.arange(steps)
-        periods = {1, self._rule.period}  # of local steps, and of updates
-        self._left = {period: 1 - np.arange(1, period + 1) / period for period in periods}  # of a round, at each step
 
     def _prepare_updates(self, streams: Sequence[int]) -> None:
         """Makes the tables of updates."""
@@ -114,11 +111,11 @@ class BankRecords:
         passed = self._recorded + before
         return Burst(
             count,
-            tuple([(step + passed, work.after(passed)) for step, work in self._first]),
+            tuple([(step + passed, work.after(passed)) for step, work in self._starts]),
             timestamp,
             tuple(rates),
             weight_rates,
-            self._last_step,
+            self._leader.step_ahead,
             None if self._rule.early else self._rule.elasticity,
         )
 
@@ -137,7 +134,7 @@ class BankRecords:
             period = event.burst.period
             for number, inner, place in np.argwhere(~np.isfinite(losses)).tolist():
                 timestamp = event.burst.timestamp + number * event.burst.averages
-                step = self._first[place][0] + self._recorded + number * period + inner
+                step = self._starts[place][0] + self._recorded + number * period + inner
                 about = step, float(losses[number, inner, place]), timestamp
                 actions, fails = self._learners[place].log.judge(*about)
                 if fails:
@@ -230,12 +227,12 @@ class BankRecords:
             round_s: Seconds of each round.
         """
         count, period, m = event.losses.shape
-        steps = count * period
+        steps, inner = count * period, self._place[:period]
         rows = self._minibatches[:steps]
         rows["step"] = self._steps + (self._place[:steps, None] + self._recorded)
         rows["timestamp"] = before.repeat(period)[:, None]
         rows["loss"], rows["errors"] = event.losses.reshape(steps, m), event.errors.reshape(steps, m)
-        rows["time_s"] = (ends[:, None] - round_s * self._left[period]).reshape(steps, 1)
+        rows["time_s"] = (ends[:, None] - round_s * (1 - (inner + 1) / period)).reshape(steps, 1)
         rows["compute_s"], rows["reduce_s"] = event.gradient_s / steps, event.average_s / steps
         rows["update_s"] = event.step_s / steps
         self._leader.log.diary.extend_by(MessageKind.MINIBATCHES, rows.reshape(-1))
