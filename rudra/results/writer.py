@@ -229,7 +229,7 @@ class ResultsWriter:
         try:
             if replaces:
                 made.unlink(missing_ok=True)
-            self._file = h5py.File(made, "x", libver="latest", locking="best-effort")
+            self._file = h5py.File(made, "x", libver="latest", locking="best-effort", rdcc_nbytes=0)
         except OSError as error:
             raise ResultsError(f"{path}: cannot create: {reason_of(error)}") from None
         try:
@@ -393,9 +393,11 @@ class ResultsWriter:
     def _extend(self, name: str, rows: NDArray[Any]) -> None:
         # Counted here, not taken from the file: an interrupted attempt is repeated at the same place.
         start, end = self._written[name], self._written[name] + len(rows)
-        dataset = self._datasets[name]
-        dataset.resize(end, axis=0)
-        dataset[start:end] = rows
+        dataset = self._datasets[name].id  # a quarter of the time of h5py's own assignment, which looks at each column
+        dataset.set_extent((end, *rows.shape[1:]))
+        place = dataset.get_space()
+        place.select_hyperslab((start, *(0 for _ in rows.shape[1:])), rows.shape)
+        dataset.write(h5py.h5s.create_simple(rows.shape), place, rows, dataset.get_type())
         self._written[name] = end
 
     def _abandon(self) -> None:

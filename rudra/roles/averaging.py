@@ -248,9 +248,10 @@ class Averager(Replica):
         actions = ledger.update(DIFFERENCE, now)
         self._ended_training = ledger.over or self._stops
         self._drops = self.rule.restart and ledger.rules.schedule.drops(epochs, ledger.epoch)
-        for role, distance in zip(self.plan.learners, self._distances, strict=True):
-            about = (ledger.timestamp, self.plan.roles[role].index, 0)
-            ledger.outbox.add(MessageKind.AVERAGES, *about, distance, self.rule.elasticity * distance)
+        if self._leads:  # others report no averages
+            for role, distance in zip(self.plan.learners, self._distances, strict=True):
+                about = (ledger.timestamp, self.plan.roles[role].index, 0)
+                ledger.outbox.add(MessageKind.AVERAGES, *about, distance, self.rule.elasticity * distance)
         return actions
 
     def _retry_update(self, now: float) -> list[Action]:

@@ -41,14 +41,16 @@ class BankRecords:
         self._learners, self._leader = learners, learners[0]
         self._updating = alone and all(learner.may_sleep for learner in learners)
         self._protocol = self._leader.ledger.rules.protocol
-        self._next = [learner.log.upcoming for learner in learners]  # the mini-batch that each computes next
+        self._starts = [learner.log.upcoming for learner in learners]  # the mini-batch that each computes first
+        self._recorded = 0  # mini-batches of each learner since then
         self._spent = [0.0, 0.0, 0.0]  # seconds of gradients, waits and steps
         self._made = self._computed = 0  # updates, and mini-batches of each learner, that the learners do not know of
         self._rates: deque[list[float]] = deque()  # of the updates of each burst under way, for the records
-        works = [work for _, work in self._next]
-        self._steps = np.array([step for step, _ in self._next])
+        works = [work for _, work in self._starts]
+        self._steps = np.array([step for step, _ in self._starts])
         self._firsts, self._strides = np.array([(work.first, work.stride) for work in works]).T
         self._samples = np.array([work.count for work in works])
+        self._together = sum(work.count for work in works)  # samples of a mini-batch of all learners
         self._numbers = [learner.log.learner for learner in learners]
         self._reports_minibatches = self._leader.ledger.rules.job.results.minibatches
         self._make_room(MOST_ROUNDS)
@@ -72,7 +74,7 @@ class BankRecords:
         self._averages = np.zeros((MOST_ROUNDS, m), records.AVERAGE)
         self._averages["learner"] = self._numbers
         self._updates = np.zeros(MOST_ROUNDS, records.UPDATE)
-        self._updates["gradients"], self._updates["samples"] = m, self._samples.sum() * period
+        self._updates["gradients"], self._updates["samples"] = m, self._together * period
 
     def burst(self, most: int, now: float, begun: int = 0, *, begun_averages: bool = False) -> Burst | None:
         """Returns the next burst. None: the learners must compute the next mini-batch by themselves.
@@ -85,7 +87,7 @@ class BankRecords:
         """
         leader, period = self._leader, self._protocol.period
         if self._updating and not leader.made.count and (begun_averages or not begun):
-            samples, updates = int(self._samples.sum()) * period, min(max(1, most // period), MOST_ROUNDS)
+            samples, updates = self._together * period, min(max(1, most // period), MOST_ROUNDS)
             if count := leader.quiet_updates(samples, updates, now, begun):
                 return self._updates_ahead(count, samples, begun)
         count = min(most, leader.local_steps - begun, MOST_ROUNDS)
@@ -105,10 +107,10 @@ class BankRecords:
         self, count: int, timestamp: int, rates: list[float], weight_rates: tuple[float, ...], before: int
     ) -> Burst:
         """Returns a burst that follows `before` mini-batches of each learner."""
-        rule = self._leader.rule
+        rule, passed = self._leader.rule, self._recorded + before
         return Burst(
             count,
-            tuple((step + before, work.after(before)) for step, work in self._next),
+            tuple([(step + passed, work.after(passed)) for step, work in self._starts]),
             timestamp,
             tuple(rates),
             weight_rates,
@@ -131,7 +133,8 @@ class BankRecords:
             period = event.burst.period
             for number, inner, place in np.argwhere(~np.isfinite(losses)).tolist():
                 timestamp = event.burst.timestamp + number * event.burst.averages
-                about = self._next[place][0] + number * period + inner, float(losses[number, inner, place]), timestamp
+                step = self._starts[place][0] + self._recorded + number * period + inner
+                about = step, float(losses[number, inner, place]), timestamp
                 actions, fails = self._learners[place].log.judge(*about)
                 if fails:
                     last = number
@@ -158,9 +161,7 @@ class BankRecords:
             self._record_updates(event, before, ends)
         else:
             self._record_steps(event)
-        self._next = [(step + steps, work.after(steps)) for step, work in self._next]
-        self._steps += steps
-        self._firsts += steps * self._strides
+        self._recorded += steps
         self._computed += steps
         for place, taken in enumerate((event.gradient_s, event.average_s, event.step_s)):
             self._spent[place] += taken
@@ -193,7 +194,7 @@ class BankRecords:
         count, made = len(event.losses), [learner.made for learner in self._learners]
         losses = np.concatenate([[[each.loss for each in made]], event.losses[:, 0] * self._samples]).cumsum(0)[-1]
         errors = np.concatenate([[[each.errors for each in made]], event.errors[:, 0]]).cumsum(0)[-1]
-        samples, firsts = self._samples * count, self._firsts
+        samples, firsts = self._samples * count, self._firsts + self._recorded * self._strides
         for each, *about in zip(made, *map(np.ndarray.tolist, (samples, firsts, losses, errors)), strict=True):
             each.extend(count, *about)
 
@@ -205,10 +206,11 @@ class BankRecords:
             before: Timestamp of the weights before each update, (k,).
         """
         count, period, _ = event.losses.shape
-        rows, place, timestamp = self._gradients[:count], self._place[:count, None], before[:, None]
+        rows, passed, timestamp = self._gradients[:count], self._place[:count, None] * period, before[:, None]
+        passed += self._recorded
         rows["update"], rows["timestamp"] = timestamp + 1, timestamp
-        rows["step"] = self._steps + (place + 1) * period - 1
-        rows["first"] = self._firsts + place * period * self._strides
+        rows["step"] = self._steps + (passed + (period - 1))
+        rows["first"] = self._firsts + passed * self._strides
         if self._leader.rule is None:
             rows["loss"], rows["errors"] = event.losses[:, 0], event.errors[:, 0]
             return rows
@@ -230,7 +232,7 @@ class BankRecords:
         count, period, m = event.losses.shape
         steps, inner = count * period, self._place[:period]
         rows = self._minibatches[:steps]
-        rows["step"] = self._place[:steps, None] + self._steps
+        rows["step"] = self._steps + (self._place[:steps, None] + self._recorded)
         rows["timestamp"] = before.repeat(period)[:, None]
         rows["loss"], rows["errors"] = event.losses.reshape(steps, m), event.errors.reshape(steps, m)
         rows["time_s"] = (ends[:, None] - round_s * (1 - (inner + 1) / period)).reshape(steps, 1)
