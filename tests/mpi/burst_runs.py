@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from hashlib import sha256
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +21,24 @@ def burst_runs(
     """Each rank runs some of the jobs by itself: asked for each step, in bursts, and in bursts that a device records.
 
     With `together` all ranks take part in each of the jobs. The way "early" is "bursts", but the first learner of each
-    rank does not wait for the requests of the others.
+    rank does not wait for the requests of the others. The way "scarce" is "bursts", but from time to time a gradient in
+    a burst finds too little memory.
 
     Returns for each job and way: the content of the result file that does not depend on the time, the numbers of
     updates and of local steps that this rank made in bursts, how many of them a device recorded, and why not all; the
-    number of updates that its learners made in lockstep, and of actions in it that a device recorded.
+    number of updates that its learners made in lockstep, and of actions in it that a device recorded; how often memory
+    was too little.
     """
     from mpi4py import MPI
 
     import rudra.mpi.driver
     from rudra.bench.ranks import train
+    from rudra.compute.bank.bursts import BankBursts
     from rudra.compute.bank.recorded import RecordedBursts
     from rudra.compute.bank.recorded_actions import RecordedActions
     from rudra.compute.device.adverse import AdverseDevice
     from rudra.compute.device.devices import DEVICES
+    from rudra.compute.gradients import GradientSource
     from rudra.core.actions import Compute, Update
     from rudra.core.bursts import BurstMade
     from rudra.mpi.bursts import Bursts
@@ -42,11 +47,27 @@ def burst_runs(
     plain, makes_bursts, take, holds = DEVICES["cpu"], rudra.mpi.driver.makes_bursts, Bursts.take, Bursts.holds
     takes_all = Lockstep.takes
     early: list[str] = []  # the way, if its first request is still to come
-    none = {"updates": 0, "local steps": 0, "recorded": 0, "in lockstep": 0, "gradients": 0, "steps": 0, "moves": 0}
+    computed, gradient = BankBursts._computed, GradientSource.compute
+    numbers, fails = count(1), list[bool]()  # of gradients in bursts; whether one may fail now
+    names = ("updates", "local steps", "recorded", "in lockstep", "gradients", "steps", "moves", "scarce")
+    none = dict.fromkeys(names, 0)
     record, begin, seen = RecordedBursts.__init__, RecordedBursts.begin, dict(none)
     made: list[RecordedBursts] = []
 
-    def count(bursts: Bursts, event: Any) -> None:
+    def compute_all(making: BankBursts, *about: Any) -> Any:
+        fails[:] = [True] * (way == "scarce")
+        try:
+            return (yield from computed(making, *about))
+        finally:
+            fails.clear()
+
+    def compute(source: GradientSource, *about: Any) -> Any:
+        if fails and not next(numbers) % 50:
+            seen["scarce"] += 1
+            raise MemoryError("pretended")
+        return gradient(source, *about)
+
+    def taken(bursts: Bursts, event: Any) -> None:
         if isinstance(event, BurstMade):
             seen["updates" if event.burst.averages else "local steps"] += len(event.losses)
         take(bursts, event)
@@ -81,7 +102,8 @@ def burst_runs(
     for name, method in (("gradients", "compute"), ("steps", "step"), ("moves", "approach")):
         setattr(RecordedActions, method, counted(name, getattr(RecordedActions, method)))
     Bursts.holds, Lockstep.takes = hold, takes  # type: ignore[method-assign]
-    Bursts.take, RecordedBursts.__init__ = count, note  # type: ignore[method-assign]
+    Bursts.take, RecordedBursts.__init__ = taken, note  # type: ignore[method-assign]
+    BankBursts._computed, GradientSource.compute = compute_all, compute  # type: ignore[method-assign]
     RecordedBursts.begin = begun  # type: ignore[method-assign]
     found: dict[str, Any] = {}
     for name, job in [*jobs.items()] if together else [*jobs.items()][comm.rank :: comm.size]:

@@ -322,6 +322,16 @@ def test_a_block_on_one_rank_proceeds_in_lockstep() -> None:
         assert runs[f"block: {way}"]["content"] == runs[f"block: {ASKED}"]["content"]
 
 
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", ["sma", "hardsync", "hardsync, streams"])
+def test_learners_compute_by_themselves_what_finds_too_little_memory_in_a_burst(name: str) -> None:
+    runs, *_ = on_ranks(burst_runs, jobs={name: JOBS[name]}, ways=(ASKED, "scarce"))
+    scarce = runs[f"{name}: scarce"]
+    assert scarce["scarce"] > 1
+    assert scarce["updates"] > 0
+    assert scarce["content"] == runs[f"{name}: {ASKED}"]["content"]
+
+
 @pytest.mark.parametrize(("protocol", "topology"), [("hardsync", "groups"), ("average", "replicas")])
 @pytest.mark.parametrize("reduction", ["ordered", "mpi"])
 def test_updates_of_the_only_rank_with_learners_are_in_bursts_unless_mpi_adds(

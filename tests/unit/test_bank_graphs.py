@@ -448,12 +448,13 @@ def test_an_exception_of_a_thread_is_raised_where_somebody_waits(threads: Thread
         raise ValueError("no such sample")
 
     stream, called = ThreadStream(threads), threading.Event()
-    pending = stream.submit(fail)
-    pending.when_done(called.set)
+    pending, behind = stream.submit(fail), stream.submit(lambda: [1.0])
+    behind.when_done(called.set)
     assert called.wait(60)
-    for wait in (pending.done, pending.numbers, stream.submit(lambda: [1.0]).numbers):
+    for wait in (pending.done, pending.numbers, behind.numbers):
         with pytest.raises(ValueError, match="no such sample"):
             wait()
+    assert stream.submit(lambda: [2.0]).numbers() == [2.0]  # another try
     late = threading.Event()
     pending.when_done(late.set)
     assert late.is_set()

@@ -14,34 +14,45 @@ class ThreadWork(Pending):
     Args:
         work: As for `Stream.submit`.
         after: Work that must be done before. It was submitted earlier.
+        last: Work of the same stream before this one. None: there is none.
     """
 
     threaded: ClassVar[bool] = True
 
-    def __init__(self, work: Callable[[], Sequence[Number]], after: Sequence[Pending]) -> None:
-        self._todo: tuple[Callable[[], Sequence[Number]], Sequence[Pending]] | None = (work, after)
+    def __init__(
+        self, work: Callable[[], Sequence[Number]], after: Sequence[Pending], last: "ThreadWork | None"
+    ) -> None:
+        self._work, self._after, self._last = work, after, last
         self._over = threading.Event()
         self._numbers: list[float] = []
         self._error: BaseException | None = None
+        self._raised = False  # whether the host knows of the error, and may try again
         self._call: Callable[[], None] | None = None
 
     def do(self) -> None:
         """Does the work in this thread."""
-        assert self._todo is not None
-        work, after = self._todo
         try:
-            for each in after:
+            if self._last is not None:
+                self._last._let_pass()
+            for each in self._after:
                 each.numbers()
-            self._numbers = known(work())
+            self._numbers = known(self._work())
         except BaseException as error:  # `done` and `numbers` raise it again
             self._error = error
-        self._todo = None
+        del self._work, self._after, self._last
         self._over.set()
         if self._call is not None:
             self._call()
 
+    def _let_pass(self) -> None:
+        """Waits until this work is over. Raises its error, unless the host knows of it."""
+        self._over.wait()
+        if self._error is not None and not self._raised:
+            raise self._error
+
     def done(self) -> bool:
         if self._over.is_set() and self._error is not None:
+            self._raised = True
             raise self._error
         return self._over.is_set()
 
@@ -103,8 +114,7 @@ class ThreadStream(Stream):
         self._last: ThreadWork | None = None
 
     def submit(self, work: Callable[[], Sequence[Number]], after: Sequence[Pending] = ()) -> Pending:
-        before = [] if self._last is None else [self._last]
-        self._last = ThreadWork(work, [*before, *after])
+        self._last = ThreadWork(work, after, self._last)
         self._threads.submit(self._last)
         return self._last
 
