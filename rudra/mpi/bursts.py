@@ -107,6 +107,8 @@ class Bursts:
 
     def proceed(self) -> bool:
         """Begins a burst, or lets the learners continue, if all of them wait. Returns whether it did."""
+        if self._lockstep is not None and self._lockstep.proceed():
+            return True
         if self._under_way:
             return not self._postponed and self._under_way[-1].queued and len(self._under_way) < AHEAD and self._go()
         if self._records is None:
@@ -129,8 +131,12 @@ class Bursts:
         return self.release()
 
     def _start_lockstep(self, learners: Sequence[Replica]) -> bool:
-        """Lets the learners proceed in lockstep, if all have done the same. Returns whether there was something."""
-        if self._lockstep is None or len({each.stands_with for each in learners}) > 1:
+        """Lets the learners proceed in lockstep, if all have done the same. Returns whether there was something.
+
+        Each of them may still make the update of an average that came in a burst. Then they are asked once more.
+        """
+        settling = any(each.is_settling for each in learners)
+        if self._lockstep is None or settling or len({each.stands_with for each in learners}) > 1:
             return self.release()
         held, self._held = self._held, {}
         self._lockstep.start(learners, held)

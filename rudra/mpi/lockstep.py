@@ -55,6 +55,9 @@ class Lockstep:
         self._computing: Sequence[Compute] = ()  # the last mini-batch of each
         self._known = 0  # followers that still get the event of an average that the leader has taken for them
         self._postponed: list[tuple[int, Event]] = []
+        self._unusual: BankDone | None = (
+            None  # what they have done, if it ends the lockstep once the leader has settled
+        )
 
     @property
     def is_on(self) -> bool:
@@ -114,15 +117,9 @@ class Lockstep:
 
     def take(self, done: BankDone) -> None:
         """Tells the learners what they have done together."""
-        if not done.events:  # each learner finds out by itself that the memory does not suffice
-            self.end()
-            for role, compute in zip(self._roles, self._computing, strict=True):
-                self._perform(role, compute)
-            return
-        if not (self.is_on and all(map(_is_usual, done.events))):
-            self.end()
-            for role, event in zip(self._roles, done.events, strict=True):
-                self._handle(role, event)
+        if not (self.is_on and done.events and all(map(_is_usual, done.events))):
+            self._unusual = done
+            self.proceed()
             return
         leader, *followers = self._learners
         first, *others = done.events
@@ -132,6 +129,20 @@ class Lockstep:
             for action in follower.follow(event, leader, now):
                 self._do(follower.id, action)
         self._handle(leader.id, first)
+
+    def proceed(self) -> bool:
+        """Ends the lockstep by what was done, unless an average is settling. Returns whether it did."""
+        if self._unusual is None or (self.is_on and self._learners[0].is_settling):
+            return False
+        done, self._unusual = self._unusual, None
+        self.end()
+        if done.events:
+            for role, event in zip(self._roles, done.events, strict=True):
+                self._handle(role, event)
+        else:  # each learner finds out by itself that the memory does not suffice
+            for role, compute in zip(self._roles, self._computing, strict=True):
+                self._perform(role, compute)
+        return True
 
     def keeps(self, role: int, event: Event) -> bool:
         """Returns whether an event does not reach its role, now or at all. An unusual event ends the lockstep."""

@@ -57,8 +57,10 @@ _UNBOUNDED = {
     "value",
     "norm",
     "product",
+    "distance",
+    "correction",
 }  # large in a run that diverged
-_OR_NAN = {"mean_staleness", "evaluation_began_s", "evaluation_s", "errors", "distance", "correction"}
+_OR_NAN = {"mean_staleness", "evaluation_began_s", "evaluation_s", "errors"}
 _MOST_STALE = 1 << 20
 _DEEPEST = 500  # levels of a tree of roles
 

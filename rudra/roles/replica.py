@@ -536,7 +536,7 @@ class Replica(Machine):
     @property
     def stands_with(self) -> tuple[Any, ...]:
         """State that is the same for learners that wait for the same mini-batch after the same updates."""
-        return self.state, self.place, self.ledger.timestamp, self.is_settling, self._digest
+        return self.state, self.place, self.ledger.timestamp, self._digest
 
     @property
     def is_settling(self) -> bool:

@@ -71,6 +71,7 @@ JOBS = {
     "one learner": make_job(learners=1, cluster={"learners_per_device": None, "bank": "auto"}),
     "streams": make_job(cluster={"bank": "graphs", "streams": 2}),
     "fused": make_job(cluster={"bank": "fused"}),
+    "three, fused": make_job(learners=3, cluster={"bank": "fused"}),
     "BatchNorm": make_job(model={"name": batchnorm}, cluster={"bank": "graphs"}),
     "dropout": make_job(model={"name": small_models.normed_digits}),
     "adam": make_job(optimizer={"name": "adam", "learning_rate": 0.01, "momentum": 0.0}),
@@ -218,6 +219,7 @@ LOCKSTEP = {
 DRAWS = "the model draws random numbers"
 NOT_RECORDED = {"dropout": DRAWS, "dropout, period 1": DRAWS, "adam": None}
 NOT_RECORDED |= {f"hardsync, {name}": text for name, text in {**NOT_RECORDED, "microbatches": None}.items()}
+NOT_RECORDED |= {"hardsync, two ranks, dropout": DRAWS, "hardsync, two ranks, adam": None}
 """Jobs that a device does not record, and what it says."""
 
 

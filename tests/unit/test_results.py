@@ -32,7 +32,7 @@ from rudra.errors import ResultsError, RudraError
 from rudra.files import check_output, file_system
 from rudra.job.job import Job
 from rudra.prepare.start import StartRequest, decide
-from rudra.results import plan_rows, writer
+from rudra.results import plan_rows, validation, writer
 from rudra.results.reader import FORMAT_VERSION, default_output, open_results
 from tests.unit.results_files import LAYOUT, SIZE, WEIGHTS, new_writer, rows, sha256, write_run
 from tests.waiting import eventually
@@ -228,6 +228,14 @@ def test_a_large_model_without_weights_yet_is_no_damage(tmp_path):
     with open_results(tmp_path / "run.h5") as results:
         assert results.summary()["status"] == "interrupted"
         assert results.weights is None
+
+
+@pytest.mark.parametrize("distance", [1e17, np.inf, np.nan])
+def test_distances_in_a_run_that_diverged_are_no_damage(distance):
+    averages = rows(AVERAGE, distance=distance, correction=distance)
+    assert validation.rows("averages", averages, 1) is averages
+    with pytest.raises(ValueError, match="/updates has learning_rate"):
+        validation.rows("updates", rows(UPDATE, learning_rate=1e17), 1)
 
 
 def test_another_process_reads_while_it_is_written(tmp_path, child):

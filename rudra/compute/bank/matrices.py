@@ -62,16 +62,19 @@ class MatrixUpdates:
         batch = source.gathered(notes.rows.index_select(0, number)[0])
         inputs, target = (mapped(lambda tensor: tensor.unflatten(0, (m, -1)), each) for each in batch)
         own = Operations([0] * m, source.model.device)
-        outs = self._vectors(GRADIENT)[: 1 if self._joint else m]
-        noted = fused_gradients(source.model, self._weights, inputs, target, outs, [0] * m, own)
+        outs, rows = self._vectors(GRADIENT), 1 if self._joint else m
+        noted = fused_gradients(source.model, self._weights, inputs, target, outs[:rows], [0] * m, own)
         if own.drew:
             raise RuntimeError("the model draws random numbers")
+        if outs[rows:]:
+            torch._foreach_copy_(outs[rows:], [outs[0]] * (m - rows))
         notes.losses.index_copy_(0, number, torch.stack([notes.row_of(*each) for each in noted])[None])
 
     @property
     def _weights(self) -> list[torch.Tensor]:
         """Weights of each learner. A single vector applies to all."""
-        return self._vectors(REPLICA) if self._replicas else [self._first.buffer(WEIGHTS).vector]
+        rows = 1 if self._joint else len(self._learners)
+        return self._vectors(REPLICA) if self._replicas else [self._first.buffer(WEIGHTS).vector] * rows
 
     def steps(self, do: Do, notes: Notes, action: StepReplica, step: int) -> None:
         do(1, partial(self._step, notes, action, step), (0,) if action.difference else ())
@@ -105,12 +108,8 @@ class MatrixUpdates:
         notes.squares.index_copy_(0, notes.round_of(step), squares[None])
 
     def average(self, name: str, samples: Sequence[int]) -> None:
-        vectors = self._vectors(name)
-        if self._replicas:
-            torch.mean(torch.stack(vectors), 0, out=vectors[0])
-            return
-        gradients = vectors[:1] * len(vectors) if self._joint else vectors
-        average(vectors[0], gradients, samples, sums=self._sums)
+        vectors = self._vectors(name)  # added in the plan's order: torch's mean has an order of its own
+        average(vectors[0], vectors, samples, sums=self._sums)
 
     def approach(self, do: Do, elasticity: float) -> None:
         do(1, partial(self._approach, elasticity), (0,))
