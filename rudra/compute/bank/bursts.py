@@ -20,7 +20,7 @@ from rudra.compute.bank.lanes import LaneUpdates
 from rudra.compute.bank.matrices import MatrixUpdates
 from rudra.compute.bank.recorded import Made, RecordedBursts
 from rudra.compute.bank.recorded_actions import RecordedActions
-from rudra.compute.bank.recording import Recorder, Updates
+from rudra.compute.bank.recording import BankRecorder, Updates
 from rudra.compute.device.devices import kind_of
 from rudra.compute.device.faults import memory_text
 from rudra.compute.device.streams import Pending
@@ -59,7 +59,7 @@ class BankBursts:
         self,
         learners: Sequence[OwningLearnerExecutor],
         sums: Sequence[Sequence[int]],
-        recorder: Recorder | None = None,
+        recorder: BankRecorder | None = None,
     ) -> None:
         self._learners, self._sums = learners, sums
         self._recorded = None if recorder is None else RecordedBursts(recorder)
@@ -287,4 +287,4 @@ def bursts_of(job: Job, plan: Plan, learners: Sequence[OwningLearnerExecutor]) -
     if not (job.cluster.fused and len(learners) > 1 and all(each.rules[REPLICA].joins for each in replicas)):
         lanes = streams_of(job, first.device) if job.cluster.graphed else 1
         ways = partial(LaneUpdates, learners, replicas, sums, lanes)
-    return BankBursts(learners, sums, Recorder(learners, ways))
+    return BankBursts(learners, sums, BankRecorder(learners, ways))

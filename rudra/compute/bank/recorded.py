@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from msgspec import structs
 
-from rudra.compute.bank.recording import Memory, Notes, Recorder, Slot, Updates
+from rudra.compute.bank.recording import BankRecorder, HostNotes, Memory, Notes, Updates
 from rudra.compute.device.graphs import Graph
 from rudra.compute.device.streams import Pending, until_done
 from rudra.core.actions import StepReplica
@@ -53,7 +53,7 @@ class RecordedBursts:
         recorder: Graphs of the bank.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: BankRecorder) -> None:
         self._recorder = recorder
         self._learners, self._first = recorder.learners, recorder.learners[0]
 
@@ -94,7 +94,7 @@ class RecordedBursts:
         return Made(count, burst.averages, self._results(memory, slot, burst, count, pending, began), queued=True)
 
     def _results(
-        self, memory: Memory, slot: Slot, burst: Burst, count: int, pending: Pending, began: float
+        self, memory: Memory, slot: HostNotes, burst: Burst, count: int, pending: Pending, began: float
     ) -> Iterator[BurstMade | Pending]:
         yield from until_done(pending)
         pending.numbers()
@@ -164,7 +164,9 @@ class RecordedBursts:
         notes.samples.take(weights, number)
 
 
-def _do(notes: Notes, slot: Slot, burst: Burst, count: int, graphs: Sequence[Graph], *, takes_rates: bool) -> tuple[()]:
+def _do(
+    notes: Notes, slot: HostNotes, burst: Burst, count: int, graphs: Sequence[Graph], *, takes_rates: bool
+) -> tuple[()]:
     """Makes rounds, and brings back what is noted."""
     steps, updates = count * burst.period, count * burst.averages
     notes.rows[:steps].copy_(slot.rows[:steps], non_blocking=True)

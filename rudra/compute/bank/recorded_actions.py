@@ -13,7 +13,7 @@ from math import isfinite
 import numpy as np
 from msgspec import structs
 
-from rudra.compute.bank.recording import Memory, Notes, Recorder, Slot, Updates
+from rudra.compute.bank.recording import BankRecorder, HostNotes, Memory, Notes, Updates
 from rudra.compute.device.graphs import Graph
 from rudra.compute.device.streams import Pending, until_done
 from rudra.core.actions import Compute, StepReplica
@@ -33,7 +33,7 @@ class RecordedActions:
         recorder: Graphs of the bank.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: BankRecorder) -> None:
         self._recorder = recorder
         self._learners = recorder.learners
         self._memory: Memory | None = None  # of the last gradients
@@ -63,7 +63,7 @@ class RecordedActions:
         ways.gradients(lanes.do, notes, 0)
         lanes.join()
 
-    def _computed(self, actions: Sequence[Compute], memory: Memory, slot: Slot, pending: Pending) -> Doing:
+    def _computed(self, actions: Sequence[Compute], memory: Memory, slot: HostNotes, pending: Pending) -> Doing:
         yield from until_done(pending)
         pending.numbers()
         noted = slot.losses[0].tolist()
@@ -110,7 +110,7 @@ class RecordedActions:
         ways.steps(lanes.do, notes, action, 0)
         lanes.join()
 
-    def _stepped(self, action: StepReplica, memory: Memory, slot: Slot, pending: Pending, began: float) -> Doing:
+    def _stepped(self, action: StepReplica, memory: Memory, slot: HostNotes, pending: Pending, began: float) -> Doing:
         yield from until_done(pending)
         pending.numbers()
         distances = np.sqrt(slot.squares[0].numpy()) if action.difference else np.full(len(self._learners), np.nan)
@@ -151,7 +151,7 @@ class RecordedActions:
             self._moves = None
 
 
-def _compute(notes: Notes, slot: Slot, graph: Graph) -> tuple[()]:
+def _compute(notes: Notes, slot: HostNotes, graph: Graph) -> tuple[()]:
     notes.rows[:1].copy_(slot.rows[:1], non_blocking=True)
     notes.number.zero_()
     graph.replay()
@@ -159,7 +159,7 @@ def _compute(notes: Notes, slot: Slot, graph: Graph) -> tuple[()]:
     return ()
 
 
-def _step(notes: Notes, slot: Slot, graph: Graph, *, takes_rates: bool) -> tuple[()]:
+def _step(notes: Notes, slot: HostNotes, graph: Graph, *, takes_rates: bool) -> tuple[()]:
     if takes_rates:
         notes.rates[:1].copy_(slot.rates[:1], non_blocking=True)
     notes.number.zero_()

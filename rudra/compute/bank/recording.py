@@ -47,7 +47,7 @@ Batches = Sequence[tuple[int, Work]]
 
 
 @dataclass(slots=True)
-class Slot:
+class HostNotes:
     """Main memory for one burst.
 
     Attributes:
@@ -174,10 +174,10 @@ class Memory(NamedTuple):
     """
 
     notes: Notes
-    slots: deque[Slot]
+    slots: deque[HostNotes]
 
 
-class Recorder:
+class BankRecorder:
     """Graphs of a bank whose vectors and training set are on one device.
 
     Args:
@@ -255,14 +255,14 @@ class Recorder:
             groups = len(self._rules[0].rates(0.0)), len(self._rules[1].rates(0.0))
             notes = Notes(period, counts, groups, width, self._first.size, self._device)
             there = notes.rows, notes.rates, notes.weight_rates, notes.losses, notes.squares, notes.samples.taken
-            slots = deque(Slot(*map(self._main_memory, there)) for _ in range(AHEAD))
+            slots = deque(HostNotes(*map(self._main_memory, there)) for _ in range(AHEAD))
             self._memory[period] = Memory(notes, slots)
         return self._memory[period]
 
     def _main_memory(self, like: torch.Tensor) -> torch.Tensor:
         return self._kind.main_memory(like.nbytes).view(like.dtype).view(like.shape)
 
-    def draw(self, memory: Memory, slot: Slot, batches: Batches, steps: int) -> None:
+    def draw(self, memory: Memory, slot: HostNotes, batches: Batches, steps: int) -> None:
         """Draws the samples of the next mini-batches of each learner."""
         for executor, (step, work), place in zip(self.learners, batches, memory.notes.places, strict=True):
             drawn = executor.source.indices_of(step, work, steps)
@@ -312,7 +312,7 @@ class Recorder:
     def _try(self, rule: UpdateRule, rate: float, rates: Rates) -> None:
         rule.step(self._first.buffer(GRADIENT).vector[: self._first.parameters], rate, rates=rates)
 
-    def enter_rates(self, slot: Slot, rates: Sequence[float], weight_rates: Sequence[float]) -> None:
+    def enter_rates(self, slot: HostNotes, rates: Sequence[float], weight_rates: Sequence[float]) -> None:
         """Enters the rates of all steps of the replicas, and of all updates."""
         inner, outer = self._rules
         for rule, given, into in (inner, rates, slot.rates), (outer, weight_rates, slot.weight_rates):
