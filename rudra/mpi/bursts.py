@@ -9,13 +9,12 @@ Mini-batches whose average needs other ranks are not in a burst. The learners ma
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 
-from rudra.compute.bank.bursts import BankBursts
+from rudra.compute.bank.bursts import BankBursts, bursts_of
 from rudra.compute.bank.recorded import Made
 from rudra.compute.bank.recording import AHEAD
-from rudra.compute.device.streams import Pending
 from rudra.compute.executor import Executor
 from rudra.compute.learners import OwningLearnerExecutor, ReplicaExecutor
 from rudra.compute.replicas import AveragerExecutor, ReferrerExecutor
@@ -23,9 +22,8 @@ from rudra.core.actions import Action, Compute
 from rudra.core.bursts import BankDone, BurstMade
 from rudra.core.events import Event
 from rudra.job.job import Job
-from rudra.mpi.lockstep import Lockstep
+from rudra.mpi.lockstep import DriverHands, Lockstep
 from rudra.probe import probed
-from rudra.roles import Machine
 from rudra.roles.bursts import BankRecords
 from rudra.roles.replica import Replica
 from topologies import Plan
@@ -42,15 +40,10 @@ class Bursts:
 
     Args:
         learners: Roles of this rank that take part in the run, in learner order.
+        making: Maker of the bursts.
+        hands: The driver.
         alone: Whether bursts may make updates (`makes_updates`).
         apart: Whether learners do not wait for each other in each mini-batch. Otherwise there is only lockstep.
-        machines: Current state machine of each role.
-        making: Maker of the bursts.
-        do: Does an action of a role.
-        compute: Does a computation of a role, which may have been held back.
-        begin: Begins long work of a role.
-        events: Events that wait for roles.
-        clock: Returns the seconds on the driver's clock.
         lockstep: Lockstep of the learners. None: they are asked for each mini-batch that is not in a burst.
 
     Attributes:
@@ -60,21 +53,15 @@ class Bursts:
     def __init__(
         self,
         learners: Iterable[int],
+        making: BankBursts,
+        hands: DriverHands,
+        *,
         alone: bool,
         apart: bool,
-        machines: Mapping[int, Machine],
-        making: BankBursts,
-        do: Callable[[int, Action], None],
-        compute: Callable[[int, Compute], None],
-        begin: Callable[[int, Iterator[BurstMade | Pending | None]], None],
-        events: deque[tuple[int, Event]],
-        clock: Callable[[], float],
-        lockstep: Lockstep | None = None,
+        lockstep: Lockstep | None,
     ) -> None:
-        self._lockstep, self._fewest_steps = lockstep, FEWEST_STEPS if apart else inf
-        self.learners, self._alone, self._machines, self._making = tuple(learners), alone and apart, machines, making
-        self._do, self._compute, self._begin = do, compute, begin
-        self._events, self._clock = events, clock
+        self.learners, self._making, self._hands = tuple(learners), making, hands
+        self._alone, self._fewest_steps, self._lockstep = alone and apart, FEWEST_STEPS if apart else inf, lockstep
         self._held: dict[int, Compute] = {}
         self._records: BankRecords | None = None  # while the learners sleep
         self._under_way: deque[Made] = deque()
@@ -93,7 +80,7 @@ class Bursts:
             and lockstep.takes(action, self._fewest_steps)
         ):
             return True
-        machine = self._machines.get(role)
+        machine = self._hands.machines.get(role)
         if not isinstance(action, Compute) or not isinstance(machine, Replica):
             return False
         if lockstep is None and not self._begins_burst(machine):
@@ -114,7 +101,7 @@ class Bursts:
         if self._records is None:
             if len(self._held) < len(self.learners):
                 return False
-            learners = [self._machines[role] for role in self.learners]
+            learners = [self._hands.machines[role] for role in self.learners]
             waiting = [each for each in learners if isinstance(each, Replica) and each.is_computing]
             asks, self._asks = self._asks, False
             if asks or len(waiting) < len(learners) or len({each.place for each in waiting}) > 1:
@@ -147,11 +134,11 @@ class Bursts:
         assert self._records is not None
         begun = sum(made.rounds for made in self._under_way)
         averages = any(made.averages for made in self._under_way)
-        burst = self._records.burst(self._most, self._clock(), begun, begun_averages=averages)
+        burst = self._records.burst(self._most, self._hands.clock(), begun, begun_averages=averages)
         if burst is None:
             return False
         self._under_way.append(made := self._making.begin(burst))
-        self._begin(self.learners[0], made.work)
+        self._hands.begin(self.learners[0], made.work)
         return True
 
     def take(self, event: BurstMade | BankDone) -> None:
@@ -162,15 +149,15 @@ class Bursts:
             return
         assert self._records is not None
         self._under_way.popleft()
-        for role, actions in self._records.enter(event, self._clock()):
+        for role, actions in self._records.enter(event, self._hands.clock()):
             for action in actions:
-                self._do(role, action)
+                self._hands.do(role, action)
         steps = len(event.losses) * event.burst.period
         self._most = max(1, min(2 * max(self._most, steps), int(LONGEST_S * steps / max(event.seconds, 1e-6))))
         if self._under_way:
             return
         self._asks = not steps
-        if self._postponed or self._asks or (not self._events and not self._go()):
+        if self._postponed or self._asks or (not self._hands.events and not self._go()):
             self._wake_up()
 
     def postpones(self, role: int, event: Event) -> bool:
@@ -194,7 +181,7 @@ class Bursts:
         """Computes what was held back. Returns whether there was something."""
         held, self._held = self._held, {}
         for role, action in held.items():
-            self._compute(role, action)
+            self._hands.perform(role, action)
         return bool(held)
 
     def abandon(self) -> None:
@@ -210,12 +197,37 @@ class Bursts:
         assert records is not None
         records.wake_up()
         self._making.settle()
-        self._events.extendleft(reversed(self._postponed))
+        self._hands.events.extendleft(reversed(self._postponed))
         self._postponed.clear()
-        for role, actions in records.resume(self._clock()):
+        for role, actions in records.resume(self._hands.clock()):
             for action in actions:
-                self._do(role, action)
+                self._hands.do(role, action)
         return True
+
+
+def bursts_of_rank(
+    job: Job, plan: Plan, executors: Mapping[int, Executor], hands: DriverHands, *, buckets: bool
+) -> Bursts | None:
+    """Returns the bursts of a rank. None: its roles are asked for each step.
+
+    Args:
+        job: Resolved job.
+        plan: Role assignment.
+        executors: Executor of each role of this rank.
+        hands: The driver.
+        buckets: Whether some vectors travel while they are computed.
+    """
+    if not makes_bursts(job, plan, executors):
+        return None
+    roles = [role for role in plan.learners if role in executors]
+    learners = [each for role in roles if isinstance(each := executors[role], OwningLearnerExecutor)]
+    alone, apart, making = makes_updates(plan, len(roles)), plan.sharing == "nothing", bursts_of(job, plan, learners)
+    together, lockstep = len({plan.roles[role].group for role in roles}) == 1, None
+    if len(roles) > 1 and together and not (alone and apart) and not buckets:
+        lockstep = Lockstep(roles, making, hands)
+    if lockstep is None and not (apart and (alone or plan.averaging)):
+        return None
+    return Bursts(roles, making, hands, alone=alone, apart=apart, lockstep=lockstep)
 
 
 def makes_updates(plan: Plan, learners: int) -> bool:

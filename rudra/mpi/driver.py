@@ -16,9 +16,8 @@ from functools import partial
 
 from mpi4py import MPI
 
-from rudra.compute.bank.bursts import bursts_of
 from rudra.compute.executor import Executor
-from rudra.compute.learners import LearnerExecutor, OwningLearnerExecutor
+from rudra.compute.learners import LearnerExecutor
 from rudra.compute.making import speculation_of
 from rudra.core.actions import (
     COMPUTATIONS,
@@ -53,7 +52,7 @@ from rudra.job.job import Job
 from rudra.log import log
 from rudra.mpi.arena import Arena
 from rudra.mpi.bucket_rule import BucketRule
-from rudra.mpi.bursts import Bursts, makes_bursts, makes_updates
+from rudra.mpi.bursts import Bursts, bursts_of_rank
 from rudra.mpi.checkpoint_thread import CheckpointThread
 from rudra.mpi.clock import clock_origin
 from rudra.mpi.control_messages import ControlMessages
@@ -63,7 +62,7 @@ from rudra.mpi.failures import Losses
 from rudra.mpi.hosted_roles import HostedRoles, Make
 from rudra.mpi.idleness import Idleness
 from rudra.mpi.libraries import Library
-from rudra.mpi.lockstep import Lockstep
+from rudra.mpi.lockstep import DriverHands
 from rudra.mpi.long_work import LongWork
 from rudra.mpi.patience import Patience
 from rudra.mpi.reductions import Reductions
@@ -450,24 +449,16 @@ class Rank:
 
     def _new_bursts(self) -> Bursts | None:
         """Returns the bursts of this rank. None: its roles are asked for each step."""
-        plan, executors = self.plan, self._executors
-        if not makes_bursts(self._job, plan, executors):
-            return None
-        roles = [role for role in plan.learners if role in executors]
-        learners = [each for role in roles if isinstance(each := executors[role], OwningLearnerExecutor)]
-        alone, making = makes_updates(plan, len(roles)), bursts_of(self._job, plan, learners)
-
-        def clock() -> float:
-            return time.perf_counter() - self._origin
-
-        begin, events, lockstep = self._work.begin_here, self._roles.events, None
-        apart, together = plan.sharing == "nothing", len({plan.roles[role].group for role in roles}) == 1
-        if len(roles) > 1 and together and not (alone and apart) and not self._reductions.buckets:
-            lockstep = Lockstep(roles, making, self._do, self._perform, self._handle, begin, events, clock)
-        if lockstep is None and not (apart and (alone or plan.averaging)):
-            return None
-        machines = self._roles.machines
-        return Bursts(roles, alone, apart, machines, making, self._do, self._perform, begin, events, clock, lockstep)
+        hands = DriverHands(
+            self._roles.machines,
+            self._do,
+            self._perform,
+            self._handle,
+            self._work.begin_here,
+            self._roles.events,
+            lambda: time.perf_counter() - self._origin,
+        )
+        return bursts_of_rank(self._job, self.plan, self._executors, hands, buckets=self._reductions.buckets)
 
     # Regrouping by another plan (`rudra.mpi.regroup`).
 

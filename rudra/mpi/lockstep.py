@@ -14,22 +14,23 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from math import isfinite
+from typing import NamedTuple
 
 from rudra.compute.bank.bursts import BankBursts
 from rudra.compute.device.streams import Pending
 from rudra.core import buffer_names
 from rudra.core.actions import Action, Compute, PullReplica, StepReplica, Update
-from rudra.core.bursts import BankDone
+from rudra.core.bursts import BankDone, BurstMade
 from rudra.core.events import Computed, Event, MemoryExhausted, Reduced, ReplicaStepped, Updated
+from rudra.roles import Machine
 from rudra.roles.replica import Replica
 
 
-class Lockstep:
-    """Lockstep of the learners of a rank.
+class DriverHands(NamedTuple):
+    """What bursts and lockstep use of the driver of their rank.
 
-    Args:
-        roles: Learners of the rank, in learner order.
-        making: Does actions of all learners.
+    Attributes:
+        machines: Current state machine of each role.
         do: Does an action of a role.
         perform: Does a computation of a role, without the others.
         handle: Lets a role take an event.
@@ -38,26 +39,31 @@ class Lockstep:
         clock: Returns the seconds on the driver's clock.
     """
 
-    def __init__(
-        self,
-        roles: Sequence[int],
-        making: BankBursts,
-        do: Callable[[int, Action], None],
-        perform: Callable[[int, Compute], None],
-        handle: Callable[[int, Event], None],
-        begin: Callable[[int, Iterator[BankDone | Pending | None]], None],
-        events: deque[tuple[int, Event]],
-        clock: Callable[[], float],
-    ) -> None:
-        self._making, self._do, self._perform, self._handle, self._begin = making, do, perform, handle, begin
-        self._roles, self._events, self._clock = roles, events, clock
+    machines: Mapping[int, Machine]
+    do: Callable[[int, Action], None]
+    perform: Callable[[int, Compute], None]
+    handle: Callable[[int, Event], None]
+    begin: Callable[[int, Iterator[BurstMade | BankDone | Pending | None]], None]
+    events: deque[tuple[int, Event]]
+    clock: Callable[[], float]
+
+
+class Lockstep:
+    """Lockstep of the learners of a rank.
+
+    Args:
+        roles: Learners of the rank, in learner order.
+        making: Does actions of all learners.
+        hands: The driver.
+    """
+
+    def __init__(self, roles: Sequence[int], making: BankBursts, hands: DriverHands) -> None:
+        self._roles, self._making, self._hands = roles, making, hands
         self._learners: list[Replica] = []  # the leader, and those that follow it. Empty: there is no lockstep
         self._computing: Sequence[Compute] = ()  # the last mini-batch of each
         self._known = 0  # followers that still get the event of an average that the leader has taken for them
         self._postponed: list[tuple[int, Event]] = []
-        self._unusual: BankDone | None = (
-            None  # what they have done, if it ends the lockstep once the leader has settled
-        )
+        self._unusual: BankDone | None = None  # what ends the lockstep, as soon as the leader has settled
 
     @property
     def is_on(self) -> bool:
@@ -71,7 +77,7 @@ class Lockstep:
 
     def _compute(self, actions: Sequence[Compute]) -> None:
         self._computing = actions
-        self._begin(self._roles[0], self._making.compute(actions))
+        self._hands.begin(self._roles[0], self._making.compute(actions))
 
     def _step(self, action: StepReplica) -> None:
         """Steps all replicas: at once, unless a device does it."""
@@ -80,7 +86,7 @@ class Lockstep:
         if isinstance(first, BankDone):
             self.take(first)
         else:
-            self._begin(self._roles[0], chain((first,), work))
+            self._hands.begin(self._roles[0], chain((first,), work))
 
     def takes(self, action: Action, fewest_steps: float) -> bool:
         """Returns whether an action of the leader is done for all learners.
@@ -92,19 +98,19 @@ class Lockstep:
         leader, *followers = self._learners
         match action:
             case Compute():
-                now, actions = self._clock(), [action]
+                now, actions = self._hands.clock(), [action]
                 for follower in followers:
                     compute, *due = follower.follow_next(leader, now)
                     assert isinstance(compute, Compute)
                     actions.append(compute)
                     for each in due:
-                        self._do(follower.id, each)
+                        self._hands.do(follower.id, each)
                 if leader.local_steps < fewest_steps:
                     self._compute(actions)
                     return True
                 self.end()
                 for follower, compute in zip(followers, actions[1:], strict=True):
-                    self._do(follower.id, compute)
+                    self._hands.do(follower.id, compute)
             case StepReplica(replica=buffer_names.REPLICA):
                 self._step(action)
                 return True
@@ -123,12 +129,12 @@ class Lockstep:
             return
         leader, *followers = self._learners
         first, *others = done.events
-        now = self._clock()
+        now = self._hands.clock()
         for follower, event in zip(followers, others, strict=True):
             assert isinstance(event, Computed | ReplicaStepped)
             for action in follower.follow(event, leader, now):
-                self._do(follower.id, action)
-        self._handle(leader.id, first)
+                self._hands.do(follower.id, action)
+        self._hands.handle(leader.id, first)
 
     def proceed(self) -> bool:
         """Ends the lockstep by what was done, unless an average is settling. Returns whether it did."""
@@ -138,10 +144,10 @@ class Lockstep:
         self.end()
         if done.events:
             for role, event in zip(self._roles, done.events, strict=True):
-                self._handle(role, event)
+                self._hands.handle(role, event)
         else:  # each learner finds out by itself that the memory does not suffice
             for role, compute in zip(self._roles, self._computing, strict=True):
-                self._perform(role, compute)
+                self._hands.perform(role, compute)
         return True
 
     def keeps(self, role: int, event: Event) -> bool:
@@ -151,7 +157,7 @@ class Lockstep:
             if isinstance(event, ReplicaStepped):
                 self._bring_differences(event)
             if isinstance(event, Updated | ReplicaStepped | MemoryExhausted):
-                self._events.extendleft(reversed(self._postponed))
+                self._hands.events.extendleft(reversed(self._postponed))
                 self._postponed.clear()
                 return False
             if isinstance(event, Reduced) and leader.only_updates(event):
@@ -171,13 +177,13 @@ class Lockstep:
     def _bring_differences(self, event: ReplicaStepped) -> None:
         """Lets the followers bring the difference of the reference of their block, if a period ends with its step."""
         leader, *followers = self._learners
-        now, brought = self._clock(), list[tuple[int, Action]]()
+        now, brought = self._hands.clock(), list[tuple[int, Action]]()
         for follower in followers:
             brought += ((follower.id, action) for action in follower.follow_correction(event, leader, now))
         if brought:
             self._making.share_difference()
         for role, action in brought:
-            self._do(role, action)
+            self._hands.do(role, action)
 
     def end(self) -> None:
         """Lets all learners be asked again, if there is a lockstep."""

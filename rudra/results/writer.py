@@ -391,6 +391,7 @@ class ResultsWriter:
         self._flushed_at = now
 
     def _extend(self, name: str, rows: NDArray[Any]) -> None:
+        """Appends rows to a data set. They have its dtype, so that HDF5 converts nothing."""
         # Counted here, not taken from the file: an interrupted attempt is repeated at the same place.
         start, end = self._written[name], self._written[name] + len(rows)
         dataset = self._datasets[name].id  # a quarter of the time of h5py's own assignment, which looks at each column

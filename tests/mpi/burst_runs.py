@@ -31,7 +31,7 @@ def burst_runs(
     """
     from mpi4py import MPI
 
-    import rudra.mpi.driver
+    import rudra.mpi.bursts
     from rudra.bench.ranks import train
     from rudra.compute.bank.bursts import BankBursts
     from rudra.compute.bank.recorded import RecordedBursts
@@ -44,7 +44,7 @@ def burst_runs(
     from rudra.mpi.bursts import Bursts
     from rudra.mpi.lockstep import Lockstep
 
-    plain, makes_bursts, take, holds = DEVICES["cpu"], rudra.mpi.driver.makes_bursts, Bursts.take, Bursts.holds
+    plain, makes_bursts, take, holds = DEVICES["cpu"], rudra.mpi.bursts.makes_bursts, Bursts.take, Bursts.holds
     takes_all = Lockstep.takes
     early: list[str] = []  # the way, if its first request is still to come
     computed, gradient = BankBursts._computed, GradientSource.compute
@@ -110,7 +110,7 @@ def burst_runs(
         for way in ways:
             seen |= none
             made[:], early[:] = [], [way] * (way == "early")
-            rudra.mpi.driver.makes_bursts = makes_bursts if way != "asked" else lambda *_: False
+            rudra.mpi.bursts.makes_bursts = makes_bursts if way != "asked" else lambda *_: False
             seed = int(way.partition(" ")[2] or 0)
             DEVICES["cpu"] = AdverseDevice(seed) if way.startswith("recorded") else plain
             results = train(job, directory / f"{name} {way}.h5", comm if together else MPI.COMM_SELF)

@@ -430,7 +430,7 @@ def test_a_run_that_is_stopped_in_a_burst_can_be_resumed_and_replayed(
         assert one.summary()["weights_sha256"] == other.summary()["weights_sha256"]
 
 
-ASKS = "import rudra.mpi.driver; rudra.mpi.driver.makes_bursts = lambda *_: False"
+ASKS = "import rudra.mpi.bursts; rudra.mpi.bursts.makes_bursts = lambda *_: False"
 """Line of Python after which ranks ask their learners for each step."""
 
 
