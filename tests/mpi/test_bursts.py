@@ -371,7 +371,13 @@ def test_all_adverse_orders_give_one_result(name: str) -> None:
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("name", ["streams", "fused", "sma, period 5", "sma, period 1", "elastic, fused", "blocks"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("streams", "fused", "sma, period 5", "sma, period 1", "elastic, fused", "blocks"),
+        *("hardsync, two ranks", "hardsync, two ranks, fused"),
+    ],
+)
 def test_all_adverse_orders_of_local_steps_give_one_result(name: str) -> None:
     ways = [ASKED, *(f"recorded {seed}" for seed in range(LOCAL_SEEDS))]
     _, runs, _ = on_ranks(burst_runs, jobs={name: (LOCAL | LOCKSTEP)[name]}, ways=ways, together=True)
