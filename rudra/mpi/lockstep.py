@@ -72,7 +72,7 @@ class Lockstep:
 
     def start(self, learners: Sequence[Replica], actions: Mapping[int, Compute]) -> None:
         """Begins with mini-batches that all learners wait for."""
-        self._learners = [*learners]
+        self._learners, self._known = [*learners], 0
         self._compute([actions[learner.id] for learner in learners])
 
     def _compute(self, actions: Sequence[Compute]) -> None:

@@ -414,14 +414,17 @@ checkpoint_every = "{every} updates"
 
 
 def job_text(epochs: int, rate: float, ranks: int = 1, protocol: str = "sma") -> str:
-    """Text of a job with this number of ranks with learners. On two ranks its bursts have local steps."""
+    """Text of a job with this number of ranks with learners. On two ranks `sma` has bursts of local steps."""
     period, alone, every = (1, "true", 100) if ranks == 1 else (5, "false", 20)
+    every = 100 if protocol == "hardsync" else every
     rule = '[topology]\nname = "groups"' if protocol == "hardsync" else f"[averaging]\nperiod = {period}"
     about = {"protocol": protocol, "rule": rule, "alone": alone, "every": every}
     return JOB.format(epochs=epochs, rate=rate, each=4 // ranks, **about)
 
 
-@pytest.mark.parametrize(("ranks", "update", "protocol"), [(1, 100, "sma"), (2, 20, "sma"), (1, 100, "hardsync")])
+@pytest.mark.parametrize(
+    ("ranks", "update", "protocol"), [(1, 100, "sma"), (2, 20, "sma"), (1, 100, "hardsync"), (2, 100, "hardsync")]
+)
 def test_a_run_that_is_stopped_in_a_burst_can_be_resumed_and_replayed(
     tmp_path: Path, ranks: int, update: int, protocol: str
 ) -> None:
@@ -442,14 +445,14 @@ ASKS = "import rudra.mpi.bursts; rudra.mpi.bursts.makes_bursts = lambda *_: Fals
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("protocol", ["sma", "hardsync"])
-@pytest.mark.parametrize("bank", ["loop", "graphs"])
-def test_recorded_bursts_on_a_gpu_give_the_weights_of_a_run_whose_learners_are_asked(
-    tmp_path: Path, bank: str, protocol: str
+@pytest.mark.parametrize(("ranks", "bank"), [(1, "loop"), (1, "graphs"), (2, "loop"), (2, "graphs")])
+def test_recorded_bursts_and_lockstep_on_a_gpu_give_the_weights_of_a_run_whose_learners_are_asked(
+    tmp_path: Path, ranks: int, bank: str, protocol: str
 ) -> None:
     if not torch.cuda.is_available():
         pytest.skip("torch sees no GPU here")
     job, found = tmp_path / "job.toml", set()
-    text = job_text(3, 0.02, protocol=protocol).replace('bank = "loop"', f'bank = "{bank}"\ndevice = "cuda"')
+    text = job_text(3, 0.02, ranks, protocol).replace('bank = "loop"', f'bank = "{bank}"\ndevice = "cuda"')
     job.write_text(text)
     for name, before in (("bursts", "pass"), ("asked", ASKS)):
         code, _, err = finish(start("run", job, "--output", tmp_path / f"{name}.h5", before=before))
@@ -459,7 +462,7 @@ def test_recorded_bursts_on_a_gpu_give_the_weights_of_a_run_whose_learners_are_a
     assert len(found) == 1
 
 
-@pytest.mark.parametrize(("ranks", "protocol"), [(1, "sma"), (2, "sma"), (1, "hardsync")])
+@pytest.mark.parametrize(("ranks", "protocol"), [(1, "sma"), (2, "sma"), (1, "hardsync"), (2, "hardsync")])
 def test_a_loss_that_is_not_finite_in_a_burst_names_learner_and_minibatch(
     tmp_path: Path, ranks: int, protocol: str
 ) -> None:
