@@ -42,7 +42,7 @@ class Bursts:
         learners: Roles of this rank that take part in the run, in learner order.
         making: Maker of the bursts.
         hands: The driver.
-        alone: Whether bursts may make updates (`makes_updates`).
+        alone: Whether all learners of the run are here, so that bursts may make updates (`makes_updates`).
         apart: Whether learners do not wait for each other in each mini-batch. Otherwise there is only lockstep.
         lockstep: Lockstep of the learners. None: they are asked for each mini-batch that is not in a burst.
 
@@ -225,7 +225,7 @@ def bursts_of_rank(
     together, lockstep = len({plan.roles[role].group for role in roles}) == 1, None
     if len(roles) > 1 and together and not (alone and apart) and not buckets:
         lockstep = Lockstep(roles, making, hands)
-    if lockstep is None and not (apart and (alone or plan.averaging)):
+    if lockstep is None and not (apart and (alone or plan.averaging)):  # neither updates nor local steps
         return None
     return Bursts(roles, making, hands, alone=alone, apart=apart, lockstep=lockstep)
 

@@ -27,7 +27,7 @@ from rudra.roles.replica import Replica
 
 
 class DriverHands(NamedTuple):
-    """What bursts and lockstep use of the driver of their rank.
+    """Parts of a rank's driver, for its bursts and its lockstep.
 
     Attributes:
         machines: Current state machine of each role.

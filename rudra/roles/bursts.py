@@ -34,7 +34,7 @@ class BankRecords:
 
     Args:
         learners: The learners that take part, in learner order. The first one reports, and decides for all.
-        alone: Whether a burst may make updates: no other rank has learners.
+        alone: Whether all learners of the run are here, so that a burst may make updates.
     """
 
     def __init__(self, learners: Sequence[Replica], *, alone: bool) -> None:

@@ -483,7 +483,7 @@ class Replica(Machine):
 
     @property
     def may_sleep(self) -> bool:
-        """Whether nothing is under way, and nothing but the next mini-batch is due."""
+        """Whether only the next mini-batch is due, and nothing else is under way."""
         ledger = self.ledger
         told = self._lr_drops_requested > len(ledger.rules.lr_drops) or self._decisions.new or ledger.stopped
         ends = self._target_reached and ledger.epochs > ledger.epoch + 1
