@@ -240,10 +240,10 @@ class OwnerExecutor(Executor):
 
     def follow(self, other: "OwnerExecutor") -> None:
         """Takes over the weights of another owner in this process, and the state of their optimiser."""
-        self._copy_from(other, WEIGHTS)
+        self.copy_from(other, WEIGHTS)
         self._rule.restore(other._rule.state())
 
-    def _copy_from(self, other: "OwnerExecutor", name: str) -> None:
+    def copy_from(self, other: "OwnerExecutor", name: str) -> None:
         """Copies the content of a buffer of another owner in this process."""
         buffer = self.renew(name)
         buffer.vector.copy_(other.buffer(name).vector)

@@ -353,7 +353,7 @@ class ReferrerExecutor(AveragerExecutor):
 
     def follow(self, other: OwnerExecutor) -> None:
         super().follow(other)
-        self._copy_from(other, REFERENCE)
+        self.copy_from(other, REFERENCE)
 
     def _rule_for(self, replica: str) -> UpdateRule:
         return self._moves_reference if replica == REFERENCE else super()._rule_for(replica)

@@ -18,7 +18,7 @@ from rudra.compute.bank.recording import AHEAD
 from rudra.compute.executor import Executor
 from rudra.compute.learners import OwningLearnerExecutor, ReplicaExecutor
 from rudra.compute.replicas import AveragerExecutor, ReferrerExecutor
-from rudra.core.actions import Action, Compute
+from rudra.core.actions import Action, Compute, Reduce
 from rudra.core.bursts import BankDone, BurstMade
 from rudra.core.events import Event
 from rudra.job.job import Job
@@ -87,6 +87,10 @@ class Bursts:
             return False
         self._held[role] = action
         return True
+
+    def reduces(self, role: int, action: Reduce) -> bool:
+        """Returns whether a reduction was begun for all learners, because their rank is in lockstep."""
+        return self._lockstep is not None and self._lockstep.reduces(role, action)
 
     def _begins_burst(self, learner: Replica) -> bool:
         """Returns whether a burst may begin with the next mini-batch of the learners."""
@@ -189,7 +193,7 @@ class Bursts:
         if self._records is not None:
             self._records.wake_up()
         if self._lockstep is not None:
-            self._lockstep.end()
+            self._lockstep.end(averages=False)
 
     def _wake_up(self) -> bool:
         """Lets the learners continue after the last update, beginning with the events that waited for them."""

@@ -361,7 +361,8 @@ class Rank:
                 if (decided := self._recorder.record(action)) is not None:
                     self.announce(role, decided)
             case Reduce():
-                self._reductions.begin(role, action)
+                if self._bursts is None or not self._bursts.reduces(role, action):
+                    self._reductions.begin(role, action)
             case CancelReceive():
                 self._traffic.withdraw(role, action.buffer)
             case DeclareLost():
@@ -457,6 +458,7 @@ class Rank:
             self._work.begin_here,
             self._roles.events,
             lambda: time.perf_counter() - self._origin,
+            self._reductions,
         )
         return bursts_of_rank(self._job, self.plan, self._executors, hands, buckets=self._reductions.buckets)
 

@@ -28,6 +28,7 @@ from rudra.compute.vectors import Buffer, Take
 from rudra.core.actions import Reduce
 from rudra.core.buckets import ABREAST, PAUSE_S, FinalParts, kept
 from rudra.core.events import Reduced
+from rudra.core.messages import Rows
 from rudra.core.records import Gradient
 from rudra.mpi.arena import Arena
 from rudra.mpi.comm_threads import WorkerThread
@@ -105,7 +106,7 @@ class GroupReduction:
     ) -> None:
         self._library, self._to_all, self._exchange = library, to_all, exchange
         # Copies of contributions that a device makes, and of results. The roles wait for both.
-        self._leaving: list[tuple[int, Reduce, Executor, Buffer, Pending]] = []
+        self._leaving: list[tuple[Sequence[Pending], Callable[[], None]]] = []
         self._arriving: list[Pending] | None = None
         self._abandoned: list[Pending] = []
         self._parts = [
@@ -113,7 +114,7 @@ class GroupReduction:
             for number, part in enumerate(parts)
         ]
         self._division = self._parts[0].division
-        self.roles = self._division.roles
+        self.roles = self._receivers = self._division.roles
         self._begun: dict[int, tuple[Reduce, Executor, Buffer]] = {}  # role -> its complete contribution
         self._active: list[PartReduction] = []  # parts that have begun here, and are not complete
         self._early: dict[int, tuple[Reduce, Buffer]] = {}  # role -> contribution that is being computed
@@ -265,9 +266,8 @@ class GroupReduction:
     def begin(self, role: int, action: Reduce, executor: Executor) -> None:
         """Starts a reduction for a member here. All members start the same one, and complete it before the next."""
         if self._exchange is not None:
-            self._leaving.append(
-                (role, action, executor, *self._exchange.copied(executor.buffer(action.buffer).vector))
-            )
+            copy, leaves = self._exchange.copied(executor.buffer(action.buffer).vector)
+            self._leaving.append(([leaves], partial(self._begin, role, action, executor, copy)))
             return
         if self._thread is None:
             self._begin(role, action, executor, executor.buffer(action.buffer))
@@ -277,6 +277,34 @@ class GroupReduction:
         with self._lock:
             self._begin(role, action, executor, executor.buffer(action.buffer))
         self._news.set()
+
+    def begin_all(self, action: Reduce, executors: Sequence[Executor], rows: Rows) -> None:
+        """Starts a reduction for all members here at once. Only the first one gets the result, unless `give_all`.
+
+        Args:
+            action: what the first member brings. There are no buckets.
+            executors: executors of the members, in group_rank order.
+            rows: (members,) `MEMBER` of each, without offsets.
+        """
+        self._receivers, buffers = self.roles[:1], [executor.buffer(action.buffer) for executor in executors]
+        if self._exchange is None:
+            self._begin_all(action, executors, buffers, rows)
+            return
+        copies, leave = zip(*(self._exchange.copied(buffer.vector) for buffer in buffers), strict=True)
+        self._leaving.append((leave, partial(self._begin_all, action, executors, copies, rows.copy())))
+
+    def _begin_all(self, action: Reduce, executors: Sequence[Executor], buffers: Sequence[Buffer], rows: Rows) -> None:
+        if not self._failed:
+            (part,) = self._parts
+            self._active.append(part)
+            for role, executor, buffer in zip(self.roles, executors, buffers, strict=True):
+                self._begun[role] = action, executor, buffer
+            part.begin_all(action, buffers, rows)
+
+    def give_all(self) -> bool:
+        """Lets all members here get the result of the reduction, if it is under way. Returns whether it is."""
+        self._receivers = self.roles
+        return self.busy
 
     def _begin(self, role: int, action: Reduce, executor: Executor, buffer: Buffer) -> None:
         if self._failed:
@@ -302,9 +330,9 @@ class GroupReduction:
 
     def test(self) -> Reduced | None:
         """Advances the reductions, and returns the event for all members here when all are complete."""
-        for each in [each for each in self._leaving if each[-1].done()]:
+        for each in [each for each in self._leaving if all(copy.done() for copy in each[0])]:
             self._leaving.remove(each)
-            self._begin(*each[:-1])
+            each[1]()
         with self._lock:
             if self.early and self._driven:
                 self._raise_of_thread()
@@ -323,9 +351,10 @@ class GroupReduction:
         elif self._division.near:
             self._defer(buffers, to_all=action.to_all)
         else:
+            received = buffers[: len(self._receivers)]
             for part in self._parts:
-                part.finish(buffers, to_all=action.to_all)
-            for buffer in buffers:
+                part.finish(received, to_all=action.to_all)
+            for buffer in received:
                 buffer.version += 1
         for part in self._parts:
             part.end()
@@ -333,7 +362,7 @@ class GroupReduction:
         self._early.clear()
         self._waiting.clear()
         self._complete.clear()
-        self._arrivals = None
+        self._arrivals, self._receivers = None, self.roles
         return Reduced(action.sequence, last.rows.gradients, last.rows.words, action.group)
 
     def _returned(self) -> bool:
@@ -352,9 +381,10 @@ class GroupReduction:
     def _taken(self, exchange: Exchange) -> list[Pending]:
         contributions = [self._begun[role] for role in self.roles]
         to_all, copies = contributions[0][0].to_all, [copy for *_, copy in contributions]
+        contributions = contributions[: len(self._receivers)]
         if not self._division.near:
             for part in self._parts:
-                part.finish(copies, to_all=to_all)
+                part.finish(copies[: len(contributions)], to_all=to_all)
         elif not to_all and not self._division.has_first:
             return []
         found = []
@@ -406,7 +436,7 @@ class GroupReduction:
             return self._arrivals
 
     def _forget(self) -> None:
-        self._abandoned += [copy for *_, copy in self._leaving] + (self._arriving or [])
+        self._abandoned += [copy for copies, _ in self._leaving for copy in copies] + (self._arriving or [])
         self._leaving, self._arriving = [], None
         self._begun.clear()
         self._active.clear()
@@ -422,7 +452,7 @@ class GroupReduction:
         """Lets members here that need the result read it in shared memory, or compute it, on use."""
         if not to_all and not self._division.has_first:
             return
-        for role in self.roles if to_all else self.roles[:1]:
+        for role in self._receivers if to_all else self.roles[:1]:
             action, executor, _ = self._begun[role]
             executor.defer(action.buffer, self._taking(buffers))
 

@@ -19,10 +19,12 @@ from typing import NamedTuple
 from rudra.compute.bank.bursts import BankBursts
 from rudra.compute.device.streams import Pending
 from rudra.core import buffer_names
-from rudra.core.actions import Action, Compute, PullReplica, StepReplica, Update
+from rudra.core.actions import Action, Compute, PullReplica, Reduce, StepReplica, Update
 from rudra.core.bursts import BankDone, BurstMade
 from rudra.core.events import Computed, Event, MemoryExhausted, Reduced, ReplicaStepped, Updated
+from rudra.mpi.reductions import Reductions
 from rudra.roles import Machine
+from rudra.roles.following import Followers
 from rudra.roles.replica import Replica
 
 
@@ -37,6 +39,7 @@ class DriverHands(NamedTuple):
         begin: Begins long work of a role.
         events: Events that wait for roles.
         clock: Returns the seconds on the driver's clock.
+        reductions: The rank's part in reductions.
     """
 
     machines: Mapping[int, Machine]
@@ -46,6 +49,7 @@ class DriverHands(NamedTuple):
     begin: Callable[[int, Iterator[BurstMade | BankDone | Pending | None]], None]
     events: deque[tuple[int, Event]]
     clock: Callable[[], float]
+    reductions: Reductions
 
 
 class Lockstep:
@@ -59,20 +63,22 @@ class Lockstep:
 
     def __init__(self, roles: Sequence[int], making: BankBursts, hands: DriverHands) -> None:
         self._roles, self._making, self._hands = roles, making, hands
-        self._learners: list[Replica] = []  # the leader, and those that follow it. Empty: there is no lockstep
+        self._leader: Replica
+        self._followers: Followers | None = None  # None: there is no lockstep
         self._computing: Sequence[Compute] = ()  # the last mini-batch of each
-        self._known = 0  # followers that still get the event of an average that the leader has taken for them
+        self._averaging: dict[int, str] = {}  # group -> buffer, of reductions whose result only the leader gets
         self._postponed: list[tuple[int, Event]] = []
         self._unusual: BankDone | None = None  # what ends the lockstep, as soon as the leader has settled
 
     @property
     def is_on(self) -> bool:
         """Whether learners follow a leader."""
-        return bool(self._learners)
+        return self._followers is not None
 
     def start(self, learners: Sequence[Replica], actions: Mapping[int, Compute]) -> None:
         """Begins with mini-batches that all learners wait for."""
-        self._learners, self._known = [*learners], 0
+        self._leader, *others = learners
+        self._followers = Followers(self._leader, others, actions[self._leader.id].timestamp)
         self._compute([actions[learner.id] for learner in learners])
 
     def _compute(self, actions: Sequence[Compute]) -> None:
@@ -95,22 +101,16 @@ class Lockstep:
             action: The action.
             fewest_steps: Fewest local steps that are not made in lockstep.
         """
-        leader, *followers = self._learners
+        assert self._followers is not None
         match action:
             case Compute():
-                now, actions = self._hands.clock(), [action]
-                for follower in followers:
-                    compute, *due = follower.follow_next(leader, now)
-                    assert isinstance(compute, Compute)
-                    actions.append(compute)
-                    for each in due:
-                        self._hands.do(follower.id, each)
-                if leader.local_steps < fewest_steps:
-                    self._compute(actions)
+                followed = self._followers.next(action)
+                if self._leader.local_steps < fewest_steps:
+                    self._compute([action, *followed])
                     return True
                 self.end()
-                for follower, compute in zip(followers, actions[1:], strict=True):
-                    self._hands.do(follower.id, compute)
+                for role, compute in zip(self._roles[1:], followed, strict=True):
+                    self._hands.do(role, compute)
             case StepReplica(replica=buffer_names.REPLICA):
                 self._step(action)
                 return True
@@ -123,22 +123,30 @@ class Lockstep:
 
     def take(self, done: BankDone) -> None:
         """Tells the learners what they have done together."""
-        if not (self.is_on and done.events and all(map(_is_usual, done.events))):
+        if self._followers is None or not (done.events and all(map(_is_usual, done.events))):
             self._unusual = done
             self.proceed()
             return
-        leader, *followers = self._learners
         first, *others = done.events
-        now = self._hands.clock()
-        for follower, event in zip(followers, others, strict=True):
-            assert isinstance(event, Computed | ReplicaStepped)
-            for action in follower.follow(event, leader, now):
-                self._hands.do(follower.id, action)
-        self._hands.handle(leader.id, first)
+        if computed := [event for event in others if isinstance(event, Computed)]:
+            self._followers.computed(computed, self._hands.clock())
+        else:
+            self._followers.stepped([event for event in others if isinstance(event, ReplicaStepped)])
+        self._hands.handle(self._leader.id, first)
+
+    def reduces(self, role: int, action: Reduce) -> bool:
+        """Returns whether all learners contribute to a reduction, which the leader begins. Only it gets the result."""
+        if self._followers is None or role != self._leader.id:
+            return False
+        if action.buffer == buffer_names.DIFFERENCE and self._followers.share_reference:
+            self._making.share_difference()
+        self._averaging[action.group] = action.buffer
+        self._hands.reductions.begin_all(action, self._followers.contributions(action))
+        return True
 
     def proceed(self) -> bool:
         """Ends the lockstep by what was done, unless an average is settling. Returns whether it did."""
-        if self._unusual is None or (self.is_on and self._learners[0].is_settling):
+        if self._unusual is None or (self.is_on and self._leader.is_settling):
             return False
         done, self._unusual = self._unusual, None
         self.end()
@@ -152,20 +160,18 @@ class Lockstep:
 
     def keeps(self, role: int, event: Event) -> bool:
         """Returns whether an event does not reach its role, now or at all. An unusual event ends the lockstep."""
-        leader, *followers = self._learners
+        leader = self._leader
         if role == leader.id:
-            if isinstance(event, ReplicaStepped):
-                self._bring_differences(event)
             if isinstance(event, Updated | ReplicaStepped | MemoryExhausted):
                 self._hands.events.extendleft(reversed(self._postponed))
                 self._postponed.clear()
                 return False
             if isinstance(event, Reduced) and leader.only_updates(event):
-                self._known = len(followers)
+                self._averaging.pop(event.group, None)
+                events = self._hands.events
+                while events and events[0][1] is event:  # the same one for all learners: the others need not know
+                    events.popleft()
                 return False
-        elif isinstance(event, Reduced) and self._known:
-            self._known -= 1
-            return True
         elif role not in self._roles:
             return False
         if leader.is_settling:
@@ -174,24 +180,20 @@ class Lockstep:
         self.end()
         return False
 
-    def _bring_differences(self, event: ReplicaStepped) -> None:
-        """Lets the followers bring the difference of the reference of their block, if a period ends with its step."""
-        leader, *followers = self._learners
-        now, brought = self._hands.clock(), list[tuple[int, Action]]()
-        for follower in followers:
-            brought += ((follower.id, action) for action in follower.follow_correction(event, leader, now))
-        if brought:
-            self._making.share_difference()
-        for role, action in brought:
-            self._hands.do(role, action)
+    def end(self, *, averages: bool = True) -> None:
+        """Lets all learners be asked again, if there is a lockstep.
 
-    def end(self) -> None:
-        """Lets all learners be asked again, if there is a lockstep."""
-        if not self._learners:
+        Args:
+            averages: Whether they need the results of reductions under way.
+        """
+        if self._followers is None:
             return
-        (leader, *followers), self._learners = self._learners, []
-        for follower in followers:
-            follower.catch_up(leader)
+        self._followers.catch_up()
+        self._followers = None
+        for group, buffer in self._averaging.items() if averages else ():
+            if not self._hands.reductions.give_all(group):
+                self._making.share_average(buffer)
+        self._averaging.clear()
         self._making.settle()
 
 

@@ -33,6 +33,7 @@ from rudra.compute.averaging import CHUNK, Addends, added, average, finish_mean,
 from rudra.compute.device.streams import Stream
 from rudra.compute.vectors import Buffer, Take
 from rudra.core.actions import Reduce
+from rudra.core.messages import Rows
 from rudra.core.wire import write_member
 from rudra.mpi.arena import Arena
 from rudra.mpi.failures import outcome
@@ -139,15 +140,47 @@ class PartReduction:
         if complete or its.far:
             self._ring()
 
+    def begin_all(self, action: Reduce, buffers: Sequence[Buffer], rows: Rows) -> None:
+        """Starts a reduction for all members here at once.
+
+        Args:
+            action: what the first member brings.
+            buffers: vectors of the members.
+            rows: (members,) `MEMBER` of each, in order. Offsets are still missing.
+        """
+        its = self.division
+        if not self._expects:
+            self.expect()
+        for number, (role, buffer) in enumerate(zip(its.roles, buffers, strict=True)):
+            self.begun[role] = action, buffer
+            if its.near:
+                self._lent.lend(buffer)
+                rows["offset"][number] = self._offset(buffer)
+            self._send_slices(buffer)
+        self.rows.of_rank[its.me][:] = rows.view(np.uint8)
+        self._handed_out = len(buffers)
+        for rank in its.others:
+            self._requests.send(self.rows.of_rank[its.me], rank)
+        self._ring()
+
     def _hand_out(self, number: int, action: Reduce, buffer: Buffer) -> None:
         """Writes a gradient's row, and sends slices of the gradient to ranks that cannot read it in memory.
 
         The members of a rank do so in order, because the receivers expect that order.
         """
         its = self.division
-        offset = self._arena.offset_of(buffer) if its.near and self._arena is not None else 0
-        assert offset is not None
+        offset = self._offset(buffer) if its.near else 0
         write_member(self.rows.of_rank[its.me], number, offset, action.word, action.gradient)
+        self._send_slices(buffer)
+
+    def _offset(self, buffer: Buffer) -> int:
+        assert self._arena is not None
+        offset = self._arena.offset_of(buffer)
+        assert offset is not None
+        return offset
+
+    def _send_slices(self, buffer: Buffer) -> None:
+        its = self.division
         for rank in its.far:
             for owner in its.added_by(rank):
                 self._requests.send(self._array(buffer)[its.of_rank[owner]], rank)

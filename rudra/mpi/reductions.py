@@ -11,6 +11,7 @@ from rudra.compute.replicas import AveragerExecutor
 from rudra.core.actions import BackpropFirstStage, Compute, Reduce
 from rudra.core.bucket_rules import group_parts, passes_early
 from rudra.core.events import Event
+from rudra.core.messages import Rows
 from rudra.job.job import Job
 from rudra.mpi.arena import Arena
 from rudra.mpi.device_arena import DeviceArena
@@ -134,6 +135,20 @@ class Reductions:
         arrivals = reduction.arrivals(self._hurries, lambda: post(executor.pass_early))
         if arrivals is not None:
             executor.prepare_early(action, arrivals)
+
+    def begin_all(self, action: Reduce, rows: Rows) -> None:
+        """Begins a reduction for all its members here at once. Only the first of them gets the result (`give_all`).
+
+        Args:
+            action: what the first member brings.
+            rows: (members,) `MEMBER` of each, without offsets.
+        """
+        reduction = self.of_groups[action.group]
+        reduction.begin_all(action, [self._executors[role] for role in reduction.roles], rows)
+
+    def give_all(self, group: int) -> bool:
+        """Lets all members here get the result of a reduction, if it is under way. Returns whether it is."""
+        return self.of_groups[group].give_all()
 
     def poll(self) -> Iterator[tuple[int, Event]]:
         """Advances reductions, and yields the event of each complete reduction for each of its roles here."""

@@ -24,11 +24,13 @@ The difference of a replica counts as one gradient. It covers all mini-batches s
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
+import numpy as np
 from msgspec import structs
 
 from protocols import Averaging
+from rudra.core import records
 from rudra.core.actions import Action, PullReplica, Reduce, Save, StepReplica
 from rudra.core.buffer_names import DIFFERENCE, GRADIENT, REPLICA, WEIGHTS
 from rudra.core.events import Computed, Reduced, ReplicaStepped, Started, Updated
@@ -40,7 +42,7 @@ from rudra.roles.correcting import correct
 from rudra.roles.learner import THROUGH_STAGE
 from rudra.roles.machine import Setup, States, Transition, self_loops
 from rudra.roles.periods import AveragingPeriods, MadeMinibatches
-from rudra.roles.replica import ALWAYS, AVERAGING, ENDING, Replica, ReplicaState
+from rudra.roles.replica import ALWAYS, AVERAGING, ENDING, Followed, Replica, ReplicaState
 from rudra.roles.sharing import sharing_of
 from topologies import Plan
 
@@ -56,7 +58,7 @@ class Averager(Replica):
     NOTICE = 1
     IN_LOCKSTEP = (
         *Replica.IN_LOCKSTEP,
-        *("_under_way", "_quiet", "_quiet_next", "_saves", "_drops", "_distances", "_held_s"),
+        *("_under_way", "_quiet", "_quiet_next", "_saves", "_drops", "_distances", "_held_s", "_stepped_at", "_step_s"),
     )
 
     rule: Averaging
@@ -91,12 +93,14 @@ class Averager(Replica):
         self.rule = Averaging.of(self.ledger.rules.protocol)
         self._sharing = sharing_of(self.rule, plan, self.id)
         self._periods = self._new_periods()
-        self._brings: Gradient  # gradient for the average under way
+        self._brings: Gradient | None = None  # for the average of the period that has ended
         self._pooled: tuple[Gradient, ...] = ()  # of the mean that steps a shared replica next
         self._under_way = self._quiet = self._quiet_next = False
         self._waits = self._saves = self._stops = self._drops = False
         self._distances: list[float] = []  # of all replicas, in the average that is ready
-        self._held_s = 0.0
+        self._averages = np.zeros(len(plan.learners), records.AVERAGE)
+        self._averages["learner"] = [plan.roles[role].index for role in plan.learners]
+        self._held_s = self._stepped_at = self._step_s = 0.0
 
     def _new_periods(self) -> AveragingPeriods:
         """Returns the periods that begin now, by the present job."""
@@ -202,6 +206,7 @@ class Averager(Replica):
 
     def _bring(self, distance: float, now: float) -> Action:
         """Begins the average of the period that has ended."""
+        assert self._brings is not None
         number, word = self._periods.number - 1, self._word(distance, now)
         return Reduce(DIFFERENCE, self._sharing.everybody, number, self._brings, True, word)
 
@@ -214,8 +219,7 @@ class Averager(Replica):
         if self._leads:
             epoch = self._periods.epoch_after(ledger.samples, self._ahead)
             saves = ledger.stopped or self.duties.cycle.wanted(ledger.timestamp + self._ahead, epoch, now)
-        told = (self._lr_drops_requested, self._target_reached, ledger.stopped)
-        return GroupFlags(self._digest, *told, saves, self._decisions.new, distance)
+        return structs.replace(self.flags, saves=saves, distance=distance)
 
     def _go_on_computing(self, now: float) -> list[Action]:
         waited_s = self._held_s + now - self._stepped_at
@@ -249,9 +253,10 @@ class Averager(Replica):
         self._ended_training = ledger.over or self._stops
         self._drops = self.rule.restart and ledger.rules.schedule.drops(epochs, ledger.epoch)
         if self._leads:  # others report no averages
-            for role, distance in zip(self.plan.learners, self._distances, strict=True):
-                about = (ledger.timestamp, self.plan.roles[role].index, 0)
-                ledger.outbox.add(MessageKind.AVERAGES, *about, distance, self.rule.elasticity * distance)
+            rows = self._averages
+            rows["timestamp"], rows["distance"] = ledger.timestamp, self._distances
+            rows["correction"] = self.rule.elasticity * rows["distance"]
+            ledger.outbox.extend_by(MessageKind.AVERAGES, rows)
         return actions
 
     def _retry_update(self, now: float) -> list[Action]:
@@ -350,29 +355,16 @@ class Averager(Replica):
     def only_updates(self, event: Reduced) -> bool:
         return event.group != self._sharing.everybody or super().only_updates(event)
 
-    def follow(self, event: Computed | ReplicaStepped, leader: Replica, now: float) -> list[Action]:
-        if isinstance(event, Computed):
-            self._ready_at = now
-            self.log.enter(event, self._periods.number, now)
-            self._periods.made.add(self.log.describe(event, self._periods.number))
-            return []
-        assert isinstance(leader, Averager)
-        self._stepped_at, self._step_s, self._held_s = now, event.seconds, leader._held_s
-        ends = self._periods.is_complete
-        reduce = self._sharing.correct(self._periods.made.last, ends_period=ends)
-        if ends:
-            self._end_period()
-            if reduce is None:
-                return self._bring_too(event, leader, now)
-        return [] if reduce is None else [reduce]
+    @property
+    def completes_period(self) -> bool:
+        return self._periods.is_complete
 
-    def _bring_too(self, event: ReplicaStepped, leader: Replica, now: float) -> list[Action]:
-        self._digest = leader._digest
-        return [self._bring(event.distance, now)]
+    @property
+    def brings(self) -> Gradient | None:
+        return self._brings
 
-    def follow_correction(self, event: ReplicaStepped, leader: Replica, now: float) -> list[Action]:
-        return self._bring_too(event, leader, now) if self._sharing.corrected() else []
-
-    def follow_next(self, leader: Replica, now: float) -> list[Action]:
-        self.log.spend(self._held_s + now - self._stepped_at, 0.0, 0.0, 0.0, self._step_s)
-        return [self.log.begin(REPLICA, GRADIENT, self._periods.number, now), *self.log.due(now)]
+    def catch_up(self, leader: Self, own: Followed) -> None:
+        super().catch_up(leader, own)
+        self._periods.follow(leader._periods, own.made if own.steps else self._periods.made)
+        self._sharing.catch_up(leader._sharing)
+        self._brings = own.brings

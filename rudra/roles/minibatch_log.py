@@ -1,5 +1,6 @@
 """Log of the mini-batches of a role that computes gradients, reported to the statistics server."""
 
+from collections.abc import Sequence
 from math import isfinite, isnan
 
 from rudra.core.actions import Action, Compute, Fail, Warn
@@ -141,6 +142,28 @@ class MinibatchLog:
         self._times[0] += compute_s
         self._times[1] += wait_s
         self._times[5] += update_s
+
+    @property
+    def times(self) -> tuple[float, ...]:
+        """Seconds of the mini-batches so far, for each of `TIMES`."""
+        return tuple(self._times)
+
+    def catch_up(self, other: "MinibatchLog", count: int, spent: Sequence[float], last: Gradient) -> None:
+        """Takes over mini-batches that were made together with another learner, at the same time.
+
+        Args:
+            other: log of that learner.
+            count: number of mini-batches.
+            spent: seconds of all of them together, for each of `TIMES`.
+            last: the last one.
+        """
+        self.step += count
+        self._samples += count * self._count
+        self._times = [own + more for own, more in zip(self._times, spent, strict=True)]
+        self._since = other._since
+        if count and other._minibatch:
+            about = (self.learner, last.samples, last.step, last.timestamp, last.loss, last.errors)
+            self._minibatch = (*about, *other._minibatch[len(about) :])
 
     def describe(self, event: Computed, timestamp: int) -> Gradient:
         """Counts the samples of a gradient that is sent now, and describes the gradient."""

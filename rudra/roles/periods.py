@@ -13,15 +13,16 @@ class MadeMinibatches:
     Attributes:
         count: number of mini-batches.
         samples: number of their samples.
+        first: first sample of the first one.
         loss: sum of their losses, each multiplied by its number of samples.
         errors: sum of their wrong samples.
         last: the last one that its learner computed by itself.
     """
 
-    __slots__ = ("_first", "count", "errors", "last", "loss", "samples")
+    __slots__ = ("count", "errors", "first", "last", "loss", "samples")
 
     def __init__(self) -> None:
-        self.count = self.samples = self._first = 0
+        self.count = self.samples = self.first = 0
         self.loss = self.errors = 0.0
         self.last: Gradient
 
@@ -46,7 +47,7 @@ class MadeMinibatches:
             loss, errors: new values of these attributes.
         """
         if not self.count:
-            self._first = first
+            self.first = first
         self.count += count
         self.samples += samples
         self.loss, self.errors = loss, errors
@@ -57,7 +58,7 @@ class MadeMinibatches:
         Args:
             timestamp: timestamp of the weights that corrected the replica last.
         """
-        about = (self._first, timestamp, -1, 1.0, self.loss / self.samples, self.errors, self.last.stream)
+        about = (self.first, timestamp, -1, 1.0, self.loss / self.samples, self.errors, self.last.stream)
         return Gradient(-1, self.last.learner, self.samples, self.last.step, *about)
 
 
@@ -120,6 +121,10 @@ class AveragingPeriods:
         gradient, self.made = self.made.joined(self.number), MadeMinibatches()
         self.number += 1
         return gradient
+
+    def follow(self, other: "AveragingPeriods", made: MadeMinibatches) -> None:
+        """Takes over the periods of a learner that did the same, with the learner's own mini-batches of this period."""
+        self.number, self._samples, self.made = other.number, other._samples, made
 
     def skip(self, periods: int) -> None:
         """Ends periods whose mini-batches were made elsewhere."""

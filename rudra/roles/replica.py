@@ -6,10 +6,10 @@ and records.
 Source: omnivore.txt §IV-A and appendix D-A3.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import auto
 from math import inf
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple, Self
 
 from protocols import Averaging
 from rudra.core.actions import Action, Fail, FollowJob, Hash, Reduce, Send, StepReplica
@@ -22,7 +22,6 @@ from rudra.core.events import (
     Lost,
     Received,
     Reduced,
-    ReplicaStepped,
     Saved,
     Sent,
     Started,
@@ -88,6 +87,24 @@ ENDING: Mapping[Any, str] = {Lost: "_lose", MessageKind.CHANGE_DECIDED: "_decide
 """Events that may end the work under way while training."""
 
 
+class Followed(NamedTuple):
+    """What is a learner's own, of what it did while it followed the first learner of its rank.
+
+    Attributes:
+        steps: number of mini-batches.
+        spent: seconds of all of them together, for each of `TIMES`.
+        last: the last mini-batch.
+        made: mini-batches of the present period.
+        brings: what it brings, or has brought, into the average of the last period.
+    """
+
+    steps: int
+    spent: Sequence[float]
+    last: Gradient
+    made: MadeMinibatches
+    brings: Gradient
+
+
 class Replica(Machine):
     """Learner of the only group. It updates its own copy of the weights.
 
@@ -133,7 +150,7 @@ class Replica(Machine):
     """Number of updates between the announcement of a checkpoint and its update."""
 
     IN_LOCKSTEP: ClassVar[tuple[str, ...]] = (
-        *("state", "_digest", "_gradients", "_stops", "_ended_training", "_reduced_at"),
+        *("state", "_digest", "_gradients", "_stops", "_ended_training", "_ready_at", "_reduced_at"),
     )
     """Attributes that are the same for all learners of a rank that do the same."""
 
@@ -275,15 +292,9 @@ class Replica(Machine):
         actions, fails = self.log.enter(event, ledger.timestamp, now)
         if fails:
             return actions
-        return [self._contribution(self.log.describe(event, ledger.timestamp), self), *actions]
-
-    def _contribution(self, gradient: Gradient, leader: "Replica") -> Reduce:
-        """Begins an average of gradients at the weights of a learner: this one, or the one that it follows."""
-        ledger = leader.ledger
-        told = (self._lr_drops_requested, self._target_reached, self.ledger.stopped)
-        word = GroupFlags(leader._digest, *told, decided=self._decisions.new)
+        gradient = self.log.describe(event, ledger.timestamp)
         rate = ledger.predicted_rate(ledger.rules.job.training.minibatch_size * len(self.plan.learners))
-        return Reduce(GRADIENT, 0, ledger.timestamp, gradient, True, word, rate)
+        return [Reduce(GRADIENT, 0, ledger.timestamp, gradient, True, self.flags, rate), *actions]
 
     def _stop(self, event: Stopped, now: float) -> list[Action]:
         self.ledger.stopped = self._leads
@@ -557,24 +568,25 @@ class Replica(Machine):
         waits = self._leads and self.duties.are_ahead
         return not (asks or lowers or differs or samples >= ledger.left_of_epoch or changes or waits)
 
-    def follow(self, event: Computed | ReplicaStepped, leader: "Replica", now: float) -> list[Action]:
-        """Notes a mini-batch or a step, while this learner follows. Brings what is averaged after it."""
-        assert isinstance(event, Computed)
-        self._ready_at, timestamp = now, leader.ledger.timestamp
-        self.log.enter(event, timestamp, now)
-        return [self._contribution(self.log.describe(event, timestamp), leader)]
+    @property
+    def completes_period(self) -> bool:
+        """Whether the last mini-batch ended a period, and its step is to come."""
+        return False
 
-    def follow_correction(self, event: ReplicaStepped, leader: "Replica", now: float) -> list[Action]:
-        """Notes the correction of what its block shares, while this learner follows. A period may end with it."""
-        return []
+    @property
+    def flags(self) -> GroupFlags:
+        """Flags that it brings into the next averages, except for what only the first learner asks for."""
+        told = (self._lr_drops_requested, self._target_reached, self.ledger.stopped)
+        return GroupFlags(self._digest, *told, decided=self._decisions.new)
 
-    def follow_next(self, leader: "Replica", now: float) -> list[Action]:
-        """Begins the next mini-batch, while this learner follows. The first action computes it."""
-        self.log.spend(leader._reduced_at - self._ready_at, 0.0, 0.0, 0.0, now - leader._reduced_at)
-        return [self.log.begin(WEIGHTS, GRADIENT, leader.ledger.timestamp, now), *self.log.due(now)]
+    @property
+    def brings(self) -> Gradient | None:
+        """What it brings into the next average of a period that has ended. None: there is none yet."""
+        return None
 
-    def catch_up(self, leader: "Replica") -> None:
-        """Ends following: continues from where the first learner is."""
+    def catch_up(self, leader: Self, own: Followed) -> None:
+        """Ends following: continues from where the first learner is, with what is its own."""
         self.ledger.follow_burst(leader.ledger)
+        self.log.catch_up(leader.log, own.steps, own.spent, own.last)
         for name in self.IN_LOCKSTEP:
             setattr(self, name, getattr(leader, name))

@@ -5,6 +5,8 @@ per mini-batch. All members compute the shared vector by the same operations on 
 bitwise identical. Only sums of groups leave the group (`Plan.partial_sums`).
 """
 
+from typing import Self
+
 from protocols import Averaging
 from rudra.core.actions import Action, PullReplica, Reduce, ResetReplica, StepReplica
 from rudra.core.buffer_names import CORRECTION, DIFFERENCE, GRADIENT, REFERENCE, REPLICA, WEIGHTS
@@ -69,6 +71,9 @@ class OwnReplica:
         """Notes that the correction is made. Returns whether a period ends with it."""
         return False
 
+    def catch_up(self, other: Self) -> None:
+        """Takes over the state of a learner of the same group that did the same."""
+
 
 class _Group:
     """Reductions over the compute group of a learner."""
@@ -77,12 +82,12 @@ class _Group:
         group = plan.roles[role].group
         assert group is not None
         self.number, self.size = group, len(plan.group_of(role))
-        self._added = 0  # mini-batches since all learners began
+        self.added = 0  # mini-batches since all learners began
 
     def reduce(self, buffer: str, gradient: Gradient) -> Action:
         """Averages a buffer over the group, weighted by the samples of this mini-batch."""
-        self._added += 1
-        return Reduce(buffer, self.number, self._added, gradient, True)
+        self.added += 1
+        return Reduce(buffer, self.number, self.added, gradient, True)
 
 
 class GroupReplica(OwnReplica):
@@ -173,6 +178,10 @@ class SharedReference(OwnReplica):
     def corrected(self) -> bool:
         self.busy = self.correcting = False
         return self._ends
+
+    def catch_up(self, other: Self) -> None:
+        self.busy, self.correcting, self._ends = other.busy, other.correcting, other._ends
+        self._group.added = other._group.added
 
 
 def sharing_of(rule: Averaging, plan: Plan, role: int) -> OwnReplica:

@@ -226,6 +226,12 @@ class BankBursts:
         for other in others:
             other.borrow(DIFFERENCE, shared)
 
+    def share_average(self, name: str) -> None:
+        """Gives all learners an average that only the first one has."""
+        first, *others = self._learners
+        for other in others:
+            other.copy_from(first, name)
+
     def settle(self) -> None:
         """Gives all learners the weights, and the state of their optimiser."""
         self._await_moves()
