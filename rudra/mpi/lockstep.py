@@ -7,7 +7,8 @@ weights, so the rank updates the weights once. In the same way they share the re
 `hierarchical`.
 
 Everything else ends the lockstep: a message for a learner, a death, a request of any learner, or an average that ends
-an epoch. Then the others catch up with the leader, and are asked again. Weights and rows are bitwise the same.
+the training or a job. Then the others catch up with the leader, and are asked again. Weights and rows are bitwise the
+same.
 """
 
 from collections import deque
@@ -21,11 +22,15 @@ from rudra.compute.device.streams import Pending
 from rudra.core import buffer_names
 from rudra.core.actions import Action, Compute, PullReplica, Reduce, StepReplica, Update
 from rudra.core.bursts import BankDone, BurstMade
-from rudra.core.events import Computed, Event, MemoryExhausted, Reduced, ReplicaStepped, Updated
+from rudra.core.events import Computed, Event, MemoryExhausted, Received, Reduced, ReplicaStepped, Sent, Updated
 from rudra.mpi.reductions import Reductions
 from rudra.roles import Machine
 from rudra.roles.following import Followers
+from rudra.roles.owner_duties import MAINTENANCE
 from rudra.roles.replica import Replica
+
+OWN_DUTIES = {*MAINTENANCE, Sent}
+"""Events of checkpoints and of snapshots that only concern the learner that makes them."""
 
 
 class DriverHands(NamedTuple):
@@ -162,6 +167,8 @@ class Lockstep:
         """Returns whether an event does not reach its role, now or at all. An unusual event ends the lockstep."""
         leader = self._leader
         if role == leader.id:
+            if (event.message.kind if isinstance(event, Received) else type(event)) in OWN_DUTIES:
+                return False
             if isinstance(event, Updated | ReplicaStepped | MemoryExhausted):
                 self._hands.events.extendleft(reversed(self._postponed))
                 self._postponed.clear()

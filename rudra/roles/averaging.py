@@ -58,7 +58,7 @@ class Averager(Replica):
     NOTICE = 1
     IN_LOCKSTEP = (
         *Replica.IN_LOCKSTEP,
-        *("_under_way", "_quiet", "_quiet_next", "_saves", "_drops", "_distances", "_held_s", "_stepped_at", "_step_s"),
+        *("_under_way", "_quiet", "_quiet_next", "_saves", "_drops", "_held_s", "_stepped_at", "_step_s"),
     )
 
     rule: Averaging
@@ -97,9 +97,9 @@ class Averager(Replica):
         self._pooled: tuple[Gradient, ...] = ()  # of the mean that steps a shared replica next
         self._under_way = self._quiet = self._quiet_next = False
         self._waits = self._saves = self._stops = self._drops = False
-        self._distances: list[float] = []  # of all replicas, in the average that is ready
-        self._averages = np.zeros(len(plan.learners), records.AVERAGE)
-        self._averages["learner"] = [plan.roles[role].index for role in plan.learners]
+        reported = plan.learners if self._leads else ()  # others report no averages
+        self._averages = np.zeros(len(reported), records.AVERAGE)  # rows of the average that is ready
+        self._averages["learner"] = [plan.roles[role].index for role in reported]
         self._held_s = self._stepped_at = self._step_s = 0.0
 
     def _new_periods(self) -> AveragingPeriods:
@@ -219,7 +219,8 @@ class Averager(Replica):
         if self._leads:
             epoch = self._periods.epoch_after(ledger.samples, self._ahead)
             saves = ledger.stopped or self.duties.cycle.wanted(ledger.timestamp + self._ahead, epoch, now)
-        return structs.replace(self.flags, saves=saves, distance=distance)
+        told = (self._lr_drops_requested, self._target_reached, ledger.stopped)
+        return GroupFlags(self._digest, *told, saves, self._decisions.new, distance)
 
     def _go_on_computing(self, now: float) -> list[Action]:
         waited_s = self._held_s + now - self._stepped_at
@@ -238,7 +239,8 @@ class Averager(Replica):
         stops, saves = any(word.stopped for word in words), any(word.saves for word in words)
         self._stops, self._saves = self._quiet and stops, self._quiet and saves
         self._quiet_next = not self._quiet and (stops or saves)
-        self._distances = [word.distance for word in words]
+        if self._leads:
+            self._averages["distance"] = [word.distance for word in words]
         return self._update(now)
 
     def _update(self, now: float) -> list[Action]:
@@ -252,10 +254,9 @@ class Averager(Replica):
         actions = ledger.update(DIFFERENCE, now)
         self._ended_training = ledger.over or self._stops
         self._drops = self.rule.restart and ledger.rules.schedule.drops(epochs, ledger.epoch)
-        if self._leads:  # others report no averages
+        if self._leads:
             rows = self._averages
-            rows["timestamp"], rows["distance"] = ledger.timestamp, self._distances
-            rows["correction"] = self.rule.elasticity * rows["distance"]
+            rows["timestamp"], rows["correction"] = ledger.timestamp, self.rule.elasticity * rows["distance"]
             ledger.outbox.extend_by(MessageKind.AVERAGES, rows)
         return actions
 
@@ -354,6 +355,9 @@ class Averager(Replica):
 
     def only_updates(self, event: Reduced) -> bool:
         return event.group != self._sharing.everybody or super().only_updates(event)
+
+    def _changes_with(self, epoch: int) -> bool:
+        return self.rule.restart and self.ledger.rules.schedule.drops(self.ledger.epoch, epoch)
 
     @property
     def completes_period(self) -> bool:

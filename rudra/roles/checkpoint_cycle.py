@@ -106,14 +106,12 @@ class CheckpointCycle:
         """Returns the name of an update's checkpoint if it must be kept, else an empty string."""
         return "" if self._keep is None else name_of(self._keep, self._looked, epoch, timestamp)
 
-    @property
-    def is_ahead(self) -> bool:
+    def is_ahead_of(self, *, ends_epoch: bool) -> bool:
         """Whether the next update's checkpoint may have to be kept, while an earlier one is still being written."""
         if self._keep is None or self.saving is None:
             return False
         count, unit = self._keep
-        ledger = self._ledger
-        return not (ledger.timestamp + 1) % count if unit == "update" else ledger.ends_epoch
+        return not (self._ledger.timestamp + 1) % count if unit == "update" else ends_epoch
 
     def _due(self, every: tuple[int, str], timestamp: int, epoch: int, now: float) -> bool:
         (count, unit), last = every, self._last

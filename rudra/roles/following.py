@@ -22,6 +22,8 @@ from rudra.roles.periods import MadeMinibatches
 from rudra.roles.replica import Followed, Replica
 
 GRADIENT_FIELDS = list(Gradient.__struct_fields__)
+SPENT = ("compute_s", "reduce_s", "update_s")
+"""Times of learners that update weights by themselves. They neither push nor pull."""
 
 
 class Followers:
@@ -37,14 +39,15 @@ class Followers:
         self._leader, self._learners, self._timestamp = leader, learners, timestamp
         self._begun = [each.log.upcoming for each in learners]  # step and samples of the mini-batch under way
         self._count = 0  # mini-batches of each since then
-        self._steps = np.array([step for step, _ in self._begun])
         works = [work for _, work in self._begun]
-        self._firsts, self._strides = np.array([(work.first, work.stride) for work in works]).T
-        self._samples = np.array([work.count for work in works])
-        self._losses = self._errors = np.zeros(len(learners))  # of the last mini-batch
+        self._strides, self._samples = np.array([(work.stride, work.count) for work in works]).T
+        # Of the last mini-batch of each:
+        self._steps = np.array([step for step, _ in self._begun]) - 1
+        self._firsts = np.array([work.first for work in works]) - self._strides
+        self._losses = self._errors = np.zeros(len(learners))
+        self._ready_s = 0.0
         self._made = _Period([each.made for each in learners])
         self._distances: list[float] = []
-        self._ready_s = 0.0
         self._starts = self._times = leader.log.times
         self._reports = leader.ledger.rules.job.results.minibatches
         self._make_tables([each.log.learner for each in learners], [work.stream for work in works])
@@ -72,10 +75,11 @@ class Followers:
         """Notes a mini-batch of each, before the leader does. Its loss is finite."""
         self._losses = np.array([event.loss for event in events])
         self._errors = np.array([event.errors for event in events])
+        self._steps, self._firsts = self._steps + 1, self._firsts + self._strides
         self._ready_s = now - self._leader.log.began
-        if self._leader.rule is not None:
-            self._made.add(self._samples, self._firsts + self._count * self._strides, self._losses, self._errors)
         self._count += 1
+        if self._leader.rule is not None:
+            self._made.add(self._samples, self._firsts, self._losses, self._errors)
 
     def stepped(self, events: Sequence[ReplicaStepped]) -> None:
         """Notes a step of each replica, before the leader does."""
@@ -83,9 +87,8 @@ class Followers:
         if self._leader.completes_period:
             made, rows = self._made, self._members[1:]
             rows["samples"], rows["first"], rows["timestamp"] = made.samples, made.first, self._leader.place[0]
-            rows["step"] = self._steps + (self._count - 1)
-            rows["loss"], rows["errors"] = made.loss / made.samples, made.errors
-            self._made = _Period([MadeMinibatches()] * len(self._learners))
+            rows["step"], rows["loss"], rows["errors"] = self._steps, made.loss / made.samples, made.errors
+            made.count = 0
 
     def contributions(self, action: Reduce) -> Rows:
         """Returns what all learners of the rank bring into a reduction.
@@ -109,20 +112,19 @@ class Followers:
 
     def _fill(self, rows: Rows, timestamp: int) -> None:
         """Describes the last mini-batches, from weights of a timestamp, in rows of `MEMBER`."""
-        before = self._count - 1
-        rows["step"], rows["first"] = self._steps + before, self._firsts + before * self._strides
-        rows["timestamp"], rows["loss"], rows["errors"] = timestamp, self._losses, self._errors
+        rows["step"], rows["first"], rows["timestamp"] = self._steps, self._firsts, timestamp
+        rows["loss"], rows["errors"] = self._losses, self._errors
 
     def next(self, action: Compute) -> list[Compute]:
         """Begins the next mini-batch of each, when the leader begins its own. Reports the last one."""
         times = self._leader.log.times
         if self._reports:
             rows = self._minibatches
-            rows["step"] = self._steps + (self._count - 1)
-            rows["timestamp"], rows["time_s"] = self._timestamp, self._ready_s
+            rows["step"], rows["timestamp"], rows["time_s"] = self._steps, self._timestamp, self._ready_s
             rows["loss"], rows["errors"] = self._losses, self._errors
             for name, after, before in zip(records.TIMES, times, self._times, strict=True):
-                rows[name] = after - before
+                if name in SPENT:
+                    rows[name] = after - before
             self._leader.log.diary.extend_by(MessageKind.MINIBATCHES, rows)
         self._times, self._timestamp = times, action.timestamp
         same = action.weights, action.gradient, action.timestamp, action.time_s
@@ -157,20 +159,18 @@ class _Period:
         self.loss, self.errors = np.array([(each.loss, each.errors) for each in made]).T
 
     def add(self, samples: Any, first: Any, losses: Any, errors: Any) -> None:
-        """Adds the next mini-batch of each."""
-        if not self.count:
-            self.first = first
+        """Adds the next mini-batch of each. If `count` is 0, it is the first one of a period."""
         self.count += 1
-        self.samples, self.loss, self.errors = (
-            self.samples + samples,
-            self.loss + losses * samples,
-            self.errors + errors,
-        )
+        if self.count == 1:
+            self.samples, self.first, self.loss, self.errors = samples, first, losses * samples, errors
+        else:
+            self.samples, self.errors = self.samples + samples, self.errors + errors
+            self.loss = self.loss + losses * samples
 
     def of_each(self) -> list[MadeMinibatches]:
         """Returns the mini-batches of each learner."""
         found = [MadeMinibatches() for _ in self.samples]
         columns = self.samples, self.first, self.loss, self.errors
-        for each, *about in zip(found, *(column.tolist() for column in columns), strict=True):
+        for each, *about in zip(found, *(column.tolist() for column in columns), strict=True) if self.count else ():
             each.extend(self.count, *about)
         return found

@@ -186,11 +186,9 @@ class Ledger:
                 self.dealer.count(gradient)
         return samples
 
-    @property
-    def is_ahead(self) -> bool:
-        """Whether the next update would end an epoch whose weights must be evaluated, but no snapshot is free."""
-        snapshots = self._snapshots
-        return snapshots.all_epochs and not snapshots.free and self.ends_epoch
+    def is_ahead_of(self, *, ends_epoch: bool) -> bool:
+        """Whether the next update ends an epoch whose weights must be evaluated, but no snapshot is free."""
+        return ends_epoch and self._snapshots.all_epochs and not self._snapshots.free
 
     @property
     def ends_epoch(self) -> bool:
@@ -296,8 +294,13 @@ class Ledger:
         """Takes over what another owner of the same weights has entered."""
         self.counts.follow(other.counts)
         self.timestamp, self.samples, self.applied = other.timestamp, other.samples, other.applied
+        self.epoch = other.epoch
         self._sums, self.clock.ended = replace(other._sums), other.clock.ended
         self.rules.keep_state()
+
+    def epoch_after(self, samples: int) -> int:
+        """Returns the number of complete epochs after an update by so many samples."""
+        return min(self.epochs, max(self.epoch, (self.samples + samples) // self._training_samples))
 
     @property
     def left_of_epoch(self) -> int:

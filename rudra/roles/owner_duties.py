@@ -60,12 +60,17 @@ class OwnerDuties:
     @property
     def are_ahead(self) -> bool:
         """Whether the next update must wait for the statistics server or for a checkpoint."""
-        return self.ledger.is_ahead or self.cycle.is_ahead
+        return self.are_ahead_of(ends_epoch=self.ledger.ends_epoch)
+
+    def are_ahead_of(self, *, ends_epoch: bool) -> bool:
+        """Whether the next update must wait, given whether it ends an epoch."""
+        return self.ledger.is_ahead_of(ends_epoch=ends_epoch) or self.cycle.is_ahead_of(ends_epoch=ends_epoch)
 
     @property
     def waiting_for(self) -> str:
         """Reason why the next update must wait, as text for people."""
-        return "the statistics server to evaluate the weights" if self.ledger.is_ahead else "a checkpoint to be written"
+        evaluates = self.ledger.is_ahead_of(ends_epoch=self.ledger.ends_epoch)
+        return "the statistics server to evaluate the weights" if evaluates else "a checkpoint to be written"
 
     def count(self, gradients: tuple[Gradient, ...], scale: float) -> int:
         """Counts gradients for the next update and returns their number of samples."""

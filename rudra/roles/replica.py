@@ -555,18 +555,22 @@ class Replica(Machine):
         return self.ledger.updating
 
     def only_updates(self, event: Reduced) -> bool:
-        """Returns whether an average only updates the weights.
+        """Returns whether an average only updates the weights, and training continues in the same way.
 
-        Otherwise a learner asks for more, or an epoch or a job ends with it.
+        Otherwise a learner asks for more, the training or a job ends with it, or the update must wait.
         """
         ledger, words = self.ledger, event.words
         asks = any(word.enough or word.stopped or word.saves or word.decided for word in words)
         lowers = max(word.lowered for word in words) > len(ledger.rules.lr_drops)
         differs = any(word.digest != self._digest for word in words)
-        samples = sum(gradient.samples for gradient in event.gradients)
-        changes = ledger.rules.until.is_reached(ledger.epoch, ledger.timestamp + 1)
-        waits = self._leads and self.duties.are_ahead
-        return not (asks or lowers or differs or samples >= ledger.left_of_epoch or changes or waits)
+        epoch = ledger.epoch_after(sum(gradient.samples for gradient in event.gradients))
+        changes = ledger.rules.until.is_reached(epoch, ledger.timestamp + 1) or self._changes_with(epoch)
+        waits = self._leads and self.duties.are_ahead_of(ends_epoch=epoch > ledger.epoch)
+        return not (asks or lowers or differs or epoch == ledger.epochs or changes or waits)
+
+    def _changes_with(self, epoch: int) -> bool:
+        """Returns whether replicas do something else if that number of epochs is complete."""
+        return False
 
     @property
     def completes_period(self) -> bool:

@@ -26,8 +26,8 @@ def burst_runs(
 
     Returns for each job and way: the content of the result file that does not depend on the time, the numbers of
     updates and of local steps that this rank made in bursts, how many of them a device recorded, and why not all; the
-    number of updates that its learners made in lockstep, and of actions in it that a device recorded; how often memory
-    was too little.
+    number of updates that its learners made in lockstep, how often a lockstep ended, and the number of actions in it
+    that a device recorded; how often memory was too little.
     """
     from mpi4py import MPI
 
@@ -45,11 +45,11 @@ def burst_runs(
     from rudra.mpi.lockstep import Lockstep
 
     plain, makes_bursts, take, holds = DEVICES["cpu"], rudra.mpi.bursts.makes_bursts, Bursts.take, Bursts.holds
-    takes_all = Lockstep.takes
+    takes_all, end = Lockstep.takes, Lockstep.end
     early: list[str] = []  # the way, if its first request is still to come
     computed, gradient = BankBursts._computed, GradientSource.compute
     numbers, fails = count(1), list[bool]()  # of gradients in bursts; whether one may fail now
-    names = ("updates", "local steps", "recorded", "in lockstep", "gradients", "steps", "moves", "scarce")
+    names = ("updates", "local steps", "recorded", "in lockstep", "ends", "gradients", "steps", "moves", "scarce")
     none = dict.fromkeys(names, 0)
     record, begin, seen = RecordedBursts.__init__, RecordedBursts.begin, dict(none)
     made: list[RecordedBursts] = []
@@ -76,6 +76,10 @@ def burst_runs(
         seen["in lockstep"] += isinstance(action, Update)
         return takes_all(lockstep, action, *about)
 
+    def ends(lockstep: Lockstep, **how: bool) -> None:
+        seen["ends"] += lockstep.is_on
+        end(lockstep, **how)
+
     def note(recorded: RecordedBursts, *about: Any, **named: Any) -> None:
         made.append(recorded)
         record(recorded, *about, **named)
@@ -101,7 +105,7 @@ def burst_runs(
 
     for name, method in (("gradients", "compute"), ("steps", "step"), ("moves", "approach")):
         setattr(RecordedActions, method, counted(name, getattr(RecordedActions, method)))
-    Bursts.holds, Lockstep.takes = hold, takes  # type: ignore[method-assign]
+    Bursts.holds, Lockstep.takes, Lockstep.end = hold, takes, ends  # type: ignore[method-assign]
     Bursts.take, RecordedBursts.__init__ = taken, note  # type: ignore[method-assign]
     BankBursts._computed, GradientSource.compute = compute_all, compute  # type: ignore[method-assign]
     RecordedBursts.begin = begun  # type: ignore[method-assign]

@@ -216,6 +216,9 @@ LOCKSTEP = {
 }
 """Jobs whose learners are on two ranks, and average after almost every mini-batch."""
 
+WITHOUT_REASONS = {"sma, period 1", "elastic, fused", "blocks", "hardsync, two ranks", "hardsync, two ranks, fused"}
+"""Jobs whose lockstep only ends with the training. It goes on when an epoch ends and its weights are evaluated."""
+
 DRAWS = "the model draws random numbers"
 NOT_RECORDED = {"dropout": DRAWS, "dropout, period 1": DRAWS, "adam": None}
 NOT_RECORDED |= {f"hardsync, {name}": text for name, text in {**NOT_RECORDED, "microbatches": None}.items()}
@@ -245,7 +248,7 @@ def local(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """What the selected runs on two ranks with learners gave, by job and way."""
     jobs = {name: (LOCAL | LOCKSTEP)[name] for name in sorted(selected(request, "of_ranks"))}
     statistics, *learners = on_ranks(burst_runs, jobs=jobs, ways=(ASKED, "bursts", "recorded 1"), together=True)
-    of_each = ("local steps", "in lockstep")
+    of_each = ("local steps", "in lockstep", "ends")
     return {key: learners[0][key] | {of: [rank[key][of] for rank in learners] for of in of_each} for key in statistics}
 
 
@@ -312,6 +315,7 @@ def test_learners_in_lockstep_give_the_content_of_a_run_whose_learners_are_asked
     assert asked["in lockstep"] == [0, 0]
     for run in (lockstep, recorded):
         assert all(count > 5 for count in run["in lockstep"])
+        assert of_ranks not in WITHOUT_REASONS or run["ends"] == [1, 1]
     assert lockstep["content"] == asked["content"]
     assert differing(recorded["content"], asked["content"]) <= rounded(of_ranks)
     for action in ("gradients",) if "hardsync" in of_ranks else ("gradients", "steps"):
