@@ -20,8 +20,8 @@ class WeightRequests:
         correction: correction of gradients, which notes the weights that children hold. None: the job has none.
 
     Attributes:
-        waiting: requests without an answer: child -> timestamp asked about, and timestamp held.
-        lent: number of transfers of the weights under way, which read them.
+        waiting: requests without an answer: child -> (timestamp that it requests, timestamp of the weights it has).
+        lent: number of transfers under way. They read the weights, which therefore must not change.
         clock: clock of the protocol at the timestamp of the weights.
         weights: message with the weights.
     """
