@@ -247,7 +247,7 @@ def _outcome(run: Mpirun, status: int, job: Job, output: Path, *, complete: bool
         job: job whose name appears in messages.
         output: result file of the run.
         complete: whether this run finished its result file, so that only a step after training can have failed.
-        saved: whether there is a checkpoint from which this run can be resumed.
+        saved: whether this run has left a checkpoint, or continues from one that exists.
     """
     relay, code = run.relay, _code(run, status)
     if code in {0, EXIT_STOPPED}:
