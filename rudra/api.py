@@ -113,7 +113,15 @@ def _launched(written: Job, asked: StartRequest, progress: dict[str, Any], *, ve
         restarts = job.fault_tolerance.restarts
         for restart in range(restarts + 1):
             payload = {"job": job, "start": start, "progress": progress, "launched": True}
-            outcome = launch(job, path, roles=names, payload=payload, verbose=verbose, survivable=True)
+            outcome = launch(
+                job,
+                path,
+                roles=names,
+                payload=payload,
+                verbose=verbose,
+                survivable=True,
+                fresh=start.checkpoint is None,
+            )
             if outcome.code:
                 _wait_for_results(path)
                 checkpoint.discard_piece(checkpoint.path_of(path))

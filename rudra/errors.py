@@ -58,8 +58,8 @@ class RudraError(Exception):
     said = False
 
     def __str__(self) -> str:
-        """Returns the text on one line, with escapes for control characters."""
-        return printable(super().__str__())
+        """Returns the text on one line, with escapes for control characters. Several mistakes are several arguments."""
+        return printable("; ".join(map(str, self.args)))
 
     @property
     def report(self) -> str:

@@ -3,6 +3,7 @@
 import argparse
 from functools import partial
 
+from rudra import interrupts
 from rudra.cli.finish import report
 from rudra.cli.options import from_options, job_options, origin_of
 
@@ -29,4 +30,5 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     import rudra
 
-    return report(arguments, partial(rudra.simulate, **origin_of(arguments)))
+    with interrupts.terminations():  # until the simulation itself handles the signal
+        return report(arguments, partial(rudra.simulate, **origin_of(arguments)))

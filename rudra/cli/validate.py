@@ -78,6 +78,8 @@ def execute(arguments: argparse.Namespace) -> int:
     }
     if told := job.cpu_learners_text(plan):
         lines["devices"] = f"learners on the CPU: {told}; the others on GPUs"
+    if told := job.cpu_learners_unused():
+        lines["devices"] = told
     if told := correction_text(dict(job.protocol)):
         lines["correction"] = f"of each gradient before it is averaged: {told}"
     if plan.scheduled:

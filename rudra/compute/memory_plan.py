@@ -342,7 +342,8 @@ def check_memory(
 def free_for_learners(job: Job, plan: Plan, kind: DeviceKind, device: torch.device) -> int | None:
     """Returns the bytes that the learners of a rank may use. None: no limit is known.
 
-    The memory of a device is its limit. On CPUs only banks have a limit: those of a node share the free main memory.
+    On a GPU the limit is the device's free memory. On CPUs only banks have a limit: all ranks of a node divide the free
+    main memory equally.
     """
     free = kind.free_bytes(device)
     if free is not None or job.cluster.learners_per_device is None:

@@ -157,6 +157,14 @@ class JobFields(Table):
         found = self.learners_on_cpu(plan) if self.cluster.accelerated else ()
         return ", ".join(str(plan.roles[learner].index) for learner in sorted(found))
 
+    def cpu_learners_unused(self) -> str:
+        """Returns a line about `cpu_learners` if the key has no effect, because no learner uses a GPU. Else nothing."""
+        wanted = self.cluster.cpu_learners
+        if not wanted or self.cluster.device != "cpu":
+            return ""
+        value = list(wanted) if isinstance(wanted, tuple) else wanted
+        return f"[cluster] cpu_learners = {value} has no effect with device = 'cpu'; use device = 'cuda', or remove it"
+
     def threads_of(self, plan: topologies.Plan, computing: Collection[int], cores: int) -> int:
         """Returns the number of torch threads of a rank, if the job does not set it.
 

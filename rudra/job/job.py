@@ -48,7 +48,7 @@ class Job(JobFields):
             super().__init__(**tables)
         except ValidationError as error:
             texts = (explain(e, type(self)) for e in error.errors())
-            raise ConfigError("; ".join(dict.fromkeys(texts))) from None
+            raise ConfigError(*dict.fromkeys(texts)) from None
 
     @model_validator(mode="after")
     def _follows_the_rules(self) -> Self:
@@ -127,7 +127,7 @@ class Job(JobFields):
             changes: keys and their new values, applied in this order.
 
         Raises:
-            ConfigError: as in `load`. The text names the file or the wrong change.
+            ConfigError: as in `load`. The text names, for each mistake, the file or the wrong change.
         """
         final = copy.deepcopy(tables) if changes else tables
         for change in changes:
@@ -138,15 +138,12 @@ class Job(JobFields):
             apply(final, change)
         try:
             return cls(**{"name": path.stem, **final})
-        except ConfigError as error:
+        except ConfigError:
             stages = [tables]
             for change in changes:
                 stages.append(copy.deepcopy(stages[-1]))
                 apply(stages[-1], change)
-            valid = [_is_valid(cls, stage) for stage in stages]
-            last = max((i for i, good in enumerate(valid) if good), default=None)
-            where = path if last is None else changes[last].said
-            raise ConfigError(f"{where}: {error}") from None
+            raise ConfigError(_with_sources([_mistakes(cls, stage) for stage in stages], path, changes)) from None
 
     def with_(
         self,
@@ -339,12 +336,30 @@ def _tables_with(job: type[Job], key: str) -> list[str]:
     return [name for name, kind in kinds.items() if isinstance(kind, type) and key in getattr(kind, "model_fields", ())]
 
 
-def _is_valid(job: type[Job], tables: Mapping[str, Any]) -> bool:
+def _mistakes(job: type[Job], tables: Mapping[str, Any]) -> tuple[str, ...]:
     try:
         job(**{"name": "job", **tables})
-    except ConfigError:
-        return False
-    return True
+    except ConfigError as error:
+        return error.args
+    return ()
+
+
+def _with_sources(stages: Sequence[tuple[str, ...]], path: Path, changes: Sequence[Change]) -> str:
+    """Returns the mistakes of the last stage, each after the file or the change that brought it.
+
+    Args:
+        stages: mistakes in the file's tables, and after each change.
+        path: path of the file.
+        changes: the changes, one fewer than stages.
+    """
+    valid = max((i for i, mistakes in enumerate(stages) if not mistakes), default=-1)  # a mistake cannot be older
+    found: dict[int, list[str]] = {}
+    for mistake in stages[-1]:
+        without = max((i for i, mistakes in enumerate(stages) if mistake not in mistakes), default=-1)
+        # With a single mistake, a later change may have altered its words.
+        found.setdefault(without + 1 if len(stages[-1]) > 1 else valid + 1, []).append(mistake)
+    sources = [str(path), *(change.said for change in changes)]
+    return "; ".join(f"{sources[stage]}: {'; '.join(mistakes)}" for stage, mistakes in sorted(found.items()))
 
 
 def _as_dict(table: Table) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from rudra.errors import ConfigError, meant, printable
 PAPER = "paper.toml"
 """Name of a file next to job files that is not a job: it contains numbers printed in a paper."""
 
+_NAMED_FILES = 8  # of a directory that was given instead of a job
+
 _DEEPEST = 50  # levels of nested tables and lists
 _LONG_KEY = re.compile(rf"""(?<![\w"'-])(?:[\w"'-]++[ \t]*+\.[ \t]*+){{{_DEEPEST}}}""")
 
@@ -47,11 +49,15 @@ def data_files(directory: str, suffix: str) -> list[Path]:
 
 def _find(job: str | Path) -> Path:
     path = Path(job)
+    shipped = shipped_jobs()
+    if os.path.isdir(path) and str(job) not in shipped:
+        inside = sorted(str(file) for file in path.glob("*.toml") if file.name != PAPER)
+        several = ", ".join([*inside[:_NAMED_FILES], *(["…"] if len(inside) > _NAMED_FILES else [])])
+        raise ConfigError(f"{path}: is a directory; use {several or 'a TOML file; this directory has none'}")
     if path.suffix == ".toml" or os.path.isfile(path):
         if not os.path.isfile(path):  # os.path: the method of Path raises an error for impossible names
             raise ConfigError(f"{path}: no such job file")
         return path
-    shipped = shipped_jobs()
     if str(job) not in shipped:
         valid = f"use a TOML file or one of: {', '.join(shipped)}{meant(str(job), shipped)}"
         raise ConfigError(f"{job}: no such job; {valid}")

@@ -20,7 +20,7 @@ from topologies import Plan
 
 
 class BucketChoice:
-    """What the ranks have chosen. All ranks call each method together.
+    """Size of buckets that all ranks have agreed on. Each method is collective: all ranks call it together.
 
     Args:
         ranks: the ranks of the job.
@@ -28,7 +28,7 @@ class BucketChoice:
 
     Attributes:
         auto: number of elements of a bucket that the ranks chose. 0: none.
-        pulls: whether MPI and the model let a forward pass begin before all its weights are there.
+        pulls: whether a forward pass may begin before all weights have arrived. MPI and the model must support it.
     """
 
     def __init__(self, ranks: JobRanks, places: Sequence[int]) -> None:

@@ -179,7 +179,14 @@ def mpirun_command(
 
 
 def launch(
-    job: Job, output: Path, *, roles: Sequence[str], payload: object, verbose: bool = False, survivable: bool = False
+    job: Job,
+    output: Path,
+    *,
+    roles: Sequence[str],
+    payload: object,
+    verbose: bool = False,
+    survivable: bool = False,
+    fresh: bool = False,
 ) -> LaunchOutcome:
     """Runs `payload` on one rank for each of `roles` and waits until all of them have ended.
 
@@ -191,6 +198,8 @@ def launch(
             code. cloudpickle sends objects of `__main__` by value.
         verbose: whether to also show the other output of mpirun and MPI if the run fails.
         survivable: whether the ranks handle the death of a rank. Otherwise mpirun ends the others.
+        fresh: whether the run continues from no checkpoint. A checkpoint of `output` that is older than the run then
+            belongs to an earlier run.
 
     Raises:
         LaunchError: the ranks could not be started.
@@ -199,6 +208,7 @@ def launch(
     mpirun = find_mpirun()
     open_mpi = is_open_mpi(mpirun)
     before, tolerance = _stamp(output), job.fault_tolerance
+    earlier = _stamp(path_of(output)) if fresh else None
     remove_leftovers(output.absolute().parent)
     with known(roles):
         with _payload_file(output, payload) as file:
@@ -221,13 +231,14 @@ def launch(
                     if not (code and _COLLISION in b"".join(run.relay.withheld)):
                         break
         complete = _stamp(output) != before and _is_finished(output) if code else False
-        outcome = _outcome(run, code, job, output, complete=complete)
+        saved = _stamp(path_of(output)) not in {None, earlier}
+        outcome = _outcome(run, code, job, output, complete=complete, saved=saved)
     if outcome.code and verbose:
         _write_stderr(b"".join(run.relay.withheld))
     return outcome
 
 
-def _outcome(run: Mpirun, status: int, job: Job, output: Path, *, complete: bool) -> LaunchOutcome:
+def _outcome(run: Mpirun, status: int, job: Job, output: Path, *, complete: bool, saved: bool) -> LaunchOutcome:
     """Turns mpirun's exit status and the observed output into an outcome, and reports the cause if no rank did.
 
     Args:
@@ -236,6 +247,7 @@ def _outcome(run: Mpirun, status: int, job: Job, output: Path, *, complete: bool
         job: job whose name appears in messages.
         output: result file of the run.
         complete: whether this run finished its result file, so that only a step after training can have failed.
+        saved: whether this run has left a checkpoint, or continues from one that exists.
     """
     relay, code = run.relay, _code(run, status)
     if code in {0, EXIT_STOPPED}:
@@ -246,22 +258,24 @@ def _outcome(run: Mpirun, status: int, job: Job, output: Path, *, complete: bool
         return LaunchOutcome(0)
     if run.stalled:
         log.error(f"{job.name}: {run.stalled}, {TOO_LONG}, and ended the run")
-        if path_of(output).is_file():
+        if saved:
             log.error(f"{job.name}: {how_to_resume(output)}")
         return LaunchOutcome(EXIT_FAILED)
     cause, said = explain(relay.banners), relay.reported
     if relay.died or relay.killed_early or (run.ended_it and run.dead) or (cause is None and not relay.explained):
         cause, said = _cause(run, status), False
     if stopped := _stopped(run, status, known=bool(cause) or relay.explained):
-        log.error(f"{job.name}: {stopped}; {how_to_resume(output)}")
-        code, asked = EXIT_STOPPED if path_of(output).is_file() else EXIT_FAILED, run.stopped_at is not None
+        another_runs = path_of(output).is_file() and not saved
+        then = "it had no checkpoint yet" if another_runs else how_to_resume(output)
+        log.error(f"{job.name}: {stopped}; {then}")
+        code, asked = EXIT_STOPPED if saved else EXIT_FAILED, run.stopped_at is not None
         return LaunchOutcome(code, lost="killed" in stopped, stopped=asked)
     if cause is None and not said:
         text = " ".join(" ".join(relay.banners).split()) or "it gave no reason"
         raise LaunchError(f"mpirun could not run the ranks (exit code {code}): {text}")
     if cause is not None and (not said or "signal" in cause):
         log.error(cause)
-    if code != EXIT_MISTAKE and path_of(output).is_file() and not complete:
+    if code != EXIT_MISTAKE and saved and not complete:
         log.error(f"{job.name}: {how_to_resume(output)}")
     lost = bool(relay.lost) or "was killed by signal" in (cause or "")
     return LaunchOutcome(EXIT_MISTAKE if code == EXIT_MISTAKE else EXIT_FAILED, lost)

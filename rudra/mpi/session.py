@@ -149,6 +149,8 @@ def _run_ranks(written: Job, start: StartDecision, progress: dict[str, Any], com
     if comm.rank == 0 and (idle := comm.size - len({role.world_rank for role in resolved.plan.roles})):
         text = f"{idle} of {comm.size} ranks have no role: servers and learners cannot use exactly that many"
         log.warning(f"{text}; `rudra topology` shows the roles")
+    if comm.rank == 0 and (unused := written.cpu_learners_unused()):
+        log.warning(unused)
     together = JobRanks(comm, resolved.plan, resolved.job.fault_tolerance, start, launched=launched)
     setup = RankSetup(together, resolved, start, device, transports, node, [rank.node for rank in ranks])
     code = setup.prepare(progress)

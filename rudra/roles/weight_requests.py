@@ -20,8 +20,9 @@ class WeightRequests:
         correction: correction of gradients, which notes the weights that children hold. None: the job has none.
 
     Attributes:
-        waiting: requests without an answer: child -> timestamp asked about, and timestamp held.
-        lent: number of transfers of the weights under way, which read them.
+        waiting: requests without an answer: child -> (timestamp, held). The child requests weights
+            newer than `timestamp`, and has the weights of timestamp `held`.
+        lent: number of transfers under way. They read the weights, which therefore must not change.
         clock: clock of the protocol at the timestamp of the weights.
         weights: message with the weights.
     """

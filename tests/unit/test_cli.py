@@ -159,6 +159,19 @@ def test_a_study_that_is_told_to_end_stops_in_order(
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+def test_a_simulation_that_is_told_to_end_before_it_begins_ends_as_by_ctrl_c(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told_to_end(*_: object, **__: object) -> None:
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL, "the signal would end this process at once"
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr("rudra.simulate", told_to_end)
+    assert main(["simulate", "digits"]) == 1
+    assert capsys.readouterr().err == "rudra: interrupted\n"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
 def test_synonyms_stand_for_commands_and_are_no_commands_themselves() -> None:
     words = [word for synonyms in SYNONYMS.values() for word in synonyms]
     assert set(SYNONYMS) - {"--help", "--version"} <= set(names())

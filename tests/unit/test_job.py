@@ -444,13 +444,25 @@ def test_a_damaged_job_file_is_named(tmp_path: Path, content: bytes, text: str) 
         ("nowhere/mine.toml", "nowhere/mine.toml: no such job file"),
         ("digit", "digit: no such job; use a TOML file or one of: crossbow/figure11, "),
         ("zzzzz", "zzzzz: no such job; use a TOML file or one of: crossbow/figure11, "),
-        ("jobs", "jobs: no such job; use a TOML file or one of: "),
     ],
 )
 def test_a_job_that_does_not_exist(name: str, text: str) -> None:
     with pytest.raises(ConfigError) as error:
         Job.load(name)
     assert str(error.value).startswith(text)
+
+
+def test_a_directory_is_no_job_and_its_job_files_are_named(tmp_path: Path) -> None:
+    place = tmp_path / "runs.toml"
+    place.mkdir()
+    with pytest.raises(ConfigError) as error:
+        Job.load(place)
+    assert str(error.value) == f"{place}: is a directory; use a TOML file; this directory has none"
+    for name in ("b.toml", "a.toml", "paper.toml", "c.txt"):
+        (place / name).touch()
+    with pytest.raises(ConfigError) as error:
+        Job.load(place)
+    assert str(error.value) == f"{place}: is a directory; use {place / 'a.toml'}, {place / 'b.toml'}"
 
 
 def test_the_override_is_named_that_brings_a_mistake_in(tmp_path: Path) -> None:
@@ -467,6 +479,33 @@ def test_the_override_is_named_that_brings_a_mistake_in(tmp_path: Path) -> None:
     file.write_text("[protocol]\nm = 2\n")
     with pytest.raises(ConfigError, match=r"mine\.toml: .*unknown key 'm'"):
         Job.load(file, ["training.seed=1"])
+
+
+def test_each_of_several_mistakes_names_its_own_override(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text("[training]\nseed = -1\n")
+    with pytest.raises(ConfigError) as error:
+        Job.load(file, ["cluster.learners=abc", "training.epochs=2", "protocl.name=1", "training.patience=0"])
+    seed, learners, unknown, patience = re.split(r"; (?=--set)", str(error.value))
+    assert seed == f"{file}: [training] seed must be >= 0, not -1"
+    assert learners == "--set cluster.learners=abc: [cluster] learners must be a whole number, not 'abc'"
+    assert unknown.startswith("--set protocl.name=1: unknown table or key 'protocl'; valid: name, model, ")
+    assert patience == "--set training.patience=0: [training] patience must be >= 1, not 0"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("0", "must be above 0 and below 1, not 0; remove the key to hold out nothing"),
+        ("1.5", "must be above 0 and below 1, not 1.5; remove the key to hold out nothing"),
+        ("true", "must be a number, not True"),
+    ],
+)
+@pytest.mark.parametrize("key", ["test_split", "validation_split"])
+def test_a_split_that_is_no_fraction_says_what_to_do_instead(key: str, value: str, text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        Job.load("digits", [f"data.{key}={value}"])
+    assert str(error.value) == f"--set data.{key}={value}: [data] {key} {text}"
 
 
 def test_an_override_without_a_value_takes_a_key_away(tmp_path: Path) -> None:

@@ -420,3 +420,32 @@ def test_what_ranks_need_to_start_is_for_this_user_alone(tmp_path: Path, monkeyp
         assert file.parent == Path(tempfile.gettempdir())
     assert not file.exists()
     assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize(
+    ("deed", "fresh", "code", "said"),
+    [
+        ("", True, 1, ENDED + "it had no checkpoint yet"),
+        ("", False, 3, ENDED + RESUMABLE),
+        ("import pathlib; pathlib.Path({file!r}).write_text('new'); ", True, 3, ENDED + RESUMABLE),
+    ],
+)
+def test_a_fresh_run_does_not_offer_the_checkpoint_of_an_earlier_run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    deed: str,
+    fresh: bool,
+    code: int,
+    said: str,
+) -> None:
+    mpirun, checkpoint = tmp_path / "mpirun", tmp_path / "out.ckpt"
+    deed = f"{deed.format(file=str(checkpoint))}say({START_LINE!r}); sys.exit(1)"
+    mpirun.write_text(STAND_IN.format(python=sys.executable, deed=deed))
+    mpirun.chmod(0o755)
+    monkeypatch.setattr("rudra.mpi.launch.find_mpirun", lambda: mpirun)
+    monkeypatch.setattr("rudra.mpi.launch.fork_server", lambda: nullcontext(WORKER))
+    checkpoint.touch()
+    os.utime(checkpoint, (1, 1))
+    assert launch(Job(name="demo"), tmp_path / "out.h5", roles=["server"], payload=None, fresh=fresh).code == code
+    assert capfd.readouterr().err.startswith(f"rudra: {said}")

@@ -142,6 +142,11 @@ def test_learners_on_the_cpu_are_named(capsys: pytest.CaptureFixture[str]) -> No
     asked = ["--set", "topology.name=groups", "--set", "cluster.device=cuda", "--set", "cluster.cpu_learners=[0]"]
     assert main(["validate", "digits", "--syntax", *asked, "--learners", "3"]) == 0
     assert "devices        learners on the CPU: 0; the others on GPUs" in capsys.readouterr().out
+    unused = "[cluster] cpu_learners = [0] has no effect with device = 'cpu'; use device = 'cuda', or remove it"
+    assert main(["validate", "digits", "--syntax", *asked, "--set", "cluster.device=cpu", "--learners", "3"]) == 0
+    assert f"devices        {unused}\n" in capsys.readouterr().out
+    assert main(["validate", "digits", "--syntax", "--learners", "3"]) == 0
+    assert "devices " not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

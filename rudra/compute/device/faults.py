@@ -77,7 +77,7 @@ def loss_text(error: BaseException) -> str | None:
 
 
 def memory_text(error: BaseException, instead: str = _SMALLER_STEPS) -> str | None:
-    """Returns what to say about an error if memory was exhausted, in main memory or on a GPU. None: it was not.
+    """Returns the message for an error that reports exhausted memory, of the machine or a GPU. None: another error.
 
     Args:
         error: The error.

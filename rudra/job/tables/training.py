@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from rudra.errors import ConfigError
-from rudra.job.table import Named, Table
+from rudra.job.table import Named, Table, short
 from rudra.job.target import WINDOW, Target
 
 IN_16_BITS = ("bfloat16", "float16")
@@ -85,6 +85,13 @@ class DataTable(Table):
         "collate_fn of a DataLoader",
     )
     options: dict[str, Any] = Field({}, description="options of the reader, or keyword arguments of your callable")
+
+    @field_validator("test_split", "validation_split", mode="before")
+    @classmethod
+    def _fraction(cls, value: Any) -> Any:
+        if isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value < 1:
+            raise ValueError(f"must be above 0 and below 1, not {short(value)}; remove the key to hold out nothing")
+        return value
 
     @field_validator("standardise")
     @classmethod
