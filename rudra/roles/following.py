@@ -1,4 +1,4 @@
-"""Records of learners in lockstep: those of a rank that follow its first learner (`rudra.mpi.lockstep`), in columns.
+"""Records of the learners of a rank that follow its first learner in lockstep (`rudra.mpi.lockstep`), in columns.
 
 All learners of the rank do the same at the same time, so only the first one, the leader, is asked. These records hold
 only what differs for each follower: samples, losses, errors, and what it brings into averages. Everything else is as
@@ -94,7 +94,7 @@ class Followers:
         """Returns what all learners of the rank bring into a reduction.
 
         Args:
-            action: What the leader brings.
+            action: Contribution of the leader.
 
         Returns:
             (m,) `MEMBER` in learner order, without offsets, valid until the next call.
@@ -149,7 +149,7 @@ class _Period:
     """Mini-batches of the present period of each learner, in columns (`MadeMinibatches`).
 
     Args:
-        made: Mini-batches so far.
+        made: Mini-batches of each.
     """
 
     def __init__(self, made: Sequence[MadeMinibatches]) -> None:

@@ -145,7 +145,7 @@ class MinibatchLog:
 
     @property
     def times(self) -> tuple[float, ...]:
-        """Seconds of the mini-batches so far, for each of `TIMES`."""
+        """Seconds of all mini-batches together, for each of `TIMES`."""
         return tuple(self._times)
 
     def catch_up(self, other: "MinibatchLog", count: int, spent: Sequence[float], last: Gradient) -> None:
