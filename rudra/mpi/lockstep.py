@@ -1,10 +1,10 @@
 """Lockstep: if learners of several ranks average, each rank asks only its first learner, for all its learners.
 
 All learners of a rank do the same at the same time. So the rank asks only the first one, the leader, what to do. It
-does that for all of them, and then the leader gets the event. The others follow: they only note their own mini-batches,
-and bring their own differences, or gradients (hardsync), into the averages. They share the leader's copy of the
-weights, so the rank updates the weights once. In the same way they share the reference, if they are in one block of
-`hierarchical`.
+does that for all of them, and then the leader gets the event. The others follow: `Followers` has their records, and
+brings their differences, or gradients (hardsync), into the averages together with the leader's. They share the leader's
+copy of the weights, so only the leader gets the average, and the rank updates the weights once. In the same way they
+share the reference, if they are in one block of `hierarchical`.
 
 Everything else ends the lockstep: a message for a learner, a death, a request of any learner, or an average that ends
 the training or a job. Then the others catch up with the leader, and are asked again. Weights and rows are bitwise the
