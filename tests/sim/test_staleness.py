@@ -10,7 +10,7 @@ from clusters import SAMPLES, SIZE_BYTES, job, timing
 pytestmark = pytest.mark.slow
 
 LEARNERS = 30
-GRADIENTS, FEW = 20_010, 3_000
+GRADIENTS, FEW = 10_020, 3_000
 EPOCHS = 3
 
 
@@ -23,7 +23,7 @@ def staleness(protocol: str, n: int | None = None, gradients: int = FEW, **simul
 @pytest.mark.parametrize("n", [1, 2, 30])
 def test_mean_staleness_is_n_and_hardly_any_exceeds_2n(n: int) -> None:
     sigma = staleness("softsync", n, GRADIENTS)
-    assert len(sigma) >= 20_000
+    assert len(sigma) >= 10_000
     assert sigma.mean() == pytest.approx(n, rel=0.1)
     assert (sigma > 2 * n).mean() < 1e-4
 
@@ -81,11 +81,17 @@ def test_hardsync_with_a_slow_learner_is_never_stale() -> None:
     assert staleness("hardsync", slowdown={3: 2.0}).max() == 0
 
 
+KNOWN: dict[str, np.ndarray] = {}
+"""Gradients of a job that `on` has run: several tests compare other jobs with the same one."""
+
+
 def on(topology: str, protocol: str, n: int | None = None, learners: int = 12, **tables: Any) -> np.ndarray:
     costs = {"compute_s": 0.1, "jitter": 0.1, "bandwidth_bytes_per_s": 1e9, "nodes": 3, **tables}
     about = {"name": topology, "options": costs.pop("options", {})}
     plain = job(protocol, learners, n=n, simulation=costs, topology=about).with_(cluster={"buckets": "off"})
-    return timing(plain, 1000 * SAMPLES)["gradients"]
+    if (key := plain.to_json()) not in KNOWN:
+        KNOWN[key] = timing(plain, 1000 * SAMPLES)["gradients"]
+    return KNOWN[key]
 
 
 @pytest.mark.parametrize("simulation", [{}, {"jitter": 0.9}, {"bandwidth_bytes_per_s": 2e7, "slowdown": {3: 4.0}}])
