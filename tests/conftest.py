@@ -6,6 +6,7 @@ import signal
 from collections import defaultdict
 from collections.abc import Generator
 from itertools import count
+from pathlib import Path
 
 import pytest
 import torch
@@ -80,16 +81,31 @@ def _mark_repetitions(items: list[pytest.Item]) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With --dist loadgroup, tests that share what their module has set up go to one process, which does so once.
 
+    Tests that use several of these fixtures bring the tests of each of them together.
+
     Tests that need a GPU come first: CUDA looks for one once in a process, and is kept from the other tests.
     """
     _mark_repetitions(items)
     items.sort(key=lambda item: "gpu" not in item.keywords)
+    if not items or not getattr(items[0].config.option, "loadgroup", False):
+        return
+    groups = defaultdict[Path, list[set[str]]](list)  # of a module: fixtures that tests use together
     for item in items:
-        fixtures = item._fixtureinfo.name2fixturedefs if isinstance(item, pytest.Function) else {}
-        shared = [name for name, (*_, definition) in fixtures.items() if definition.scope == "module"]
-        if shared and getattr(item.config.option, "loadgroup", False):
+        if shared := _of_the_module(item):
+            overlapping = [group for group in groups[item.path] if group & shared]
+            others = [group for group in groups[item.path] if not group & shared]
+            groups[item.path] = [*others, shared.union(*overlapping)]
+    for item in items:
+        if shared := _of_the_module(item):
+            (group,) = (group for group in groups[item.path] if group & shared)
             # The scheduler reads it there. xdist does the same for its own mark, which pytest 9.2 heeds no more.
-            item._id = type(item.id).parse(f"{item.nodeid}@{item.path.stem}: {', '.join(sorted(shared))}")
+            item._id = type(item.id).parse(f"{item.nodeid}@{item.path.stem}: {', '.join(sorted(group))}")
+
+
+def _of_the_module(item: pytest.Item) -> set[str]:
+    """Names of the fixtures that the module of a test sets up for this test and others."""
+    fixtures = item._fixtureinfo.name2fixturedefs if isinstance(item, pytest.Function) else {}
+    return {name for name, (*_, definition) in fixtures.items() if definition.scope == "module"}
 
 
 def pytest_collection_finish() -> None:

@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import json
 import os
 import socket
 import sys
@@ -28,8 +29,19 @@ def script(file: str, before: str = "pass") -> list[str]:
     return rudra(f"{before}\nimport runpy; runpy.run_path({file!r}, run_name='__main__'); sys.exit()")
 
 
+SHARED = "RUDRA_TEST_FORKS"
+"""Environment variable: the command of the fork server of all processes of a session, as JSON."""
+
+
+def share() -> None:
+    """Lets processes that this one starts use its fork server, instead of one of their own."""
+    os.environ[SHARED] = json.dumps(_server())
+
+
 @cache
 def _server() -> list[str]:
+    if shared := os.environ.get(SHARED):
+        return [*json.loads(shared)]
     ranks = os.environ.get(forkserver.SERVER)
     held = forkserver.fork_server(_SCRIPT)
     command = held.__enter__()

@@ -1,5 +1,6 @@
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -7,8 +8,25 @@ import torch
 from processes import WITHOUT_LIBFABRIC
 
 from rudra.mpi.forkserver import fork_server
+from tests import forks
 
 sys.path.insert(0, str(Path(__file__).parent))  # for tests and for the ranks that they start
+
+
+_SERVERS = ExitStack()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Starts the fork servers before xdist starts its processes, which use them then: each server imports torch."""
+    if getattr(config.option, "numprocesses", None):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setenv("XDG_CACHE_HOME", str(Path(__file__) / "no such directory"))  # read by an import
+            forks.share()
+            _SERVERS.enter_context(fork_server())
+
+
+def pytest_unconfigure() -> None:
+    _SERVERS.close()
 
 
 @pytest.fixture(scope="session", autouse=True)

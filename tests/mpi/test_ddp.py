@@ -17,7 +17,7 @@ from rudra.mpi.launch import launch
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
-LEARNERS, UPDATES = 2, 100
+LEARNERS, UPDATES = 2, 50
 
 
 def ddp(job: rudra.Job, directory: Path) -> int:

@@ -52,7 +52,7 @@ SYNCHRONOUS: dict[str, dict[str, Any]] = {
 def small(tables: dict[str, Any], **more: Any) -> Job:
     return Job(
         model={"name": "mlp"},
-        data={"train_limit": 384},
+        data={"train_limit": 192},
         training={"minibatch_size": 8, "epochs": AT + 1, "seed": 5, "evaluate": False},
         cluster={"learners": 4, "threads_per_rank": 1},
         simulation={"jitter": 0.5},

@@ -22,9 +22,9 @@ def active(learners: int) -> dict[str, Any]:
 
 
 def growing_and_shrinking(protocol: str, **tables: Any) -> Job:
-    """Two learners, then four from update 24, and three from update 30 on."""
-    changes = [{"at_epoch": 1, **active(4)}, {"at_update": 30, **active(3)}]
-    return make_job(protocol, changes=changes, **tables).with_(**active(2))
+    """Two learners, then four from update 12, and three from update 15 on."""
+    changes = [{"at_epoch": 1, **active(4)}, {"at_update": 15, **active(3)}]
+    return make_job(protocol, changes=changes, **tables).with_(data={"train_limit": 192}, **active(2))
 
 
 SETTINGS = {
@@ -51,10 +51,10 @@ def test_active_learners_take_part_and_all_are_accounted_for(undisturbed: dict[s
     rows = undisturbed[name].rows
     check_accounts(rows)
     gradients = rows["gradients"]
-    for begin, end, learners in ((0, 24, 2), (24, 30, 4), (30, np.inf, 3)):
+    for begin, end, learners in ((0, 12, 2), (12, 15, 4), (15, np.inf, 3)):
         here = gradients[(gradients["update"] > begin) & (gradients["update"] <= end)]
         assert set(here["learner"]) == set(range(learners))
-    assert rows["updates"]["gradients"][[23, 24, 29, 30]].tolist() == [2, 4, 4, 3]
+    assert rows["updates"]["gradients"][[11, 12, 14, 15]].tolist() == [2, 4, 4, 3]
     assert rows.learners is not None
     for row in rows.learners:
         mine = gradients[gradients["learner"] == row["learner"]]
@@ -63,7 +63,7 @@ def test_active_learners_take_part_and_all_are_accounted_for(undisturbed: dict[s
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize(("name", "at"), in_turn(SETTINGS, [5, 23, 24, 25, 30, 36]))
+@pytest.mark.parametrize(("name", "at"), in_turn(SETTINGS, [5, 11, 12, 13, 15, 18]))
 def test_resumed_around_a_change_it_reaches_the_same_bits(
     undisturbed: dict[str, TrialResult], name: str, at: int
 ) -> None:

@@ -18,11 +18,11 @@ LEARNERS = 4
 
 
 def make_job(protocol: str, bank: str, **tables: Any) -> rudra.Job:
-    """Returns a job of 20 steps for each learner."""
+    """Returns a job of 12 steps for each learner."""
     cluster = {"learners": LEARNERS, "learners_per_device": LEARNERS, "threads_per_rank": 1, "bank": bank}
     return rudra.Job(
         model=tables.pop("model", NETWORKS["lenet"]),
-        data={"train_limit": 320, "test_limit": 40},
+        data={"train_limit": 192, "test_limit": 40},
         training={"minibatch_size": 4, "epochs": 1, "evaluate": False, "seed": 3, **tables.pop("training", {})},
         optimizer={"learning_rate": 0.002, "momentum": 0.9, **tables.pop("optimizer", {})},
         protocol={"name": protocol, "modulation": "none", **tables.pop("protocol", {})},

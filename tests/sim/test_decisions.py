@@ -57,10 +57,10 @@ class Decider:
 
 
 def job(family: str, call: Any, at: str = "epoch", **tables: Any) -> Job:
-    """Five epochs of 384 samples for four learners."""
+    """Five epochs of 192 samples for four learners."""
     about: dict[str, Any] = {
         "model": {"name": "mlp"},
-        "data": {"train_limit": 384},
+        "data": {"train_limit": 192},
         "training": {"minibatch_size": 8, "epochs": 5, "seed": 5},
         "optimizer": {"learning_rate": 0.1, "momentum": 0.5},
         "cluster": {"learners": 4, "threads_per_rank": 1},
@@ -201,7 +201,8 @@ def test_a_decision_that_changes_nothing_is_ignored(tmp_path: Path) -> None:
 def test_decisions_outlive_learners(tmp_path: Path, family: str) -> None:
     """A learner dies while the first decision waits for the end of the epoch."""
     faults = {"faults": [{"learner": 3, "dies_at_s": 2.0}]}
-    job_ = job(family, two(family)).with_(simulation={"compute_s": 0.1, "jitter": 0.0, **faults})
+    job_ = job(family, two(family)).with_(data={"train_limit": 384})
+    job_ = job_.with_(simulation={"compute_s": 0.1, "jitter": 0.0, **faults})
     with simulated(job_, tmp_path / "run.h5") as results:
         kinds = [kind for kind, _ in told(results, b"decision", b"lost", b"decided")]
         assert kinds == ["decision", "lost", "decided", "decision", "decided"]

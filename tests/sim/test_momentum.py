@@ -9,7 +9,7 @@ from tests.sim.implicit_momentum import fit, measure
 
 pytestmark = pytest.mark.slow
 
-GRADIENTS = 4000
+GRADIENTS = 2500
 
 
 def staleness(groups: int, learners: int, **simulation: object) -> np.ndarray:

@@ -94,7 +94,7 @@ def test_other_protocols_find_about_the_same_and_say_what_it_contains(
     tables: dict[str, Any], note: str, exact: float, tmp_path: Path
 ) -> None:
     rate = {} if "averaging" not in tables else {"optimizer": {"learning_rate": 1e-4}}  # distances need a few bits
-    found, line = found_in(make_job(8, 5, **tables, **rate), tmp_path)
+    found, line = found_in(make_job(8, 3, **tables, **rate), tmp_path)
     assert found["samples"] == pytest.approx(exact, rel=0.2)
     assert line.endswith(f"; {note}")
 

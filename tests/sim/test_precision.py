@@ -15,7 +15,7 @@ def digits(precision: str) -> Job:
     return Job(
         model={"name": "lenet", "options": {"channels": [8, 16], "hidden": 64}},
         data={"name": "digits"},
-        training={"epochs": 8, "precision": precision},
+        training={"epochs": 4, "precision": precision},
         optimizer={"learning_rate": 0.05, "momentum": 0.9},
         protocol={"name": "softsync"},
         cluster={"learners": 2, "threads_per_rank": 1},

@@ -51,7 +51,7 @@ def small(rule_: str, learners: int, **tables: Any) -> Job:
 def digits(model: str, learners: int, **tables: Any) -> Job:
     return Job(
         model={"name": model},
-        data={"name": "digits", "train_limit": 240},
+        data={"name": "digits", "train_limit": 96},
         training={"epochs": 2, "minibatch_size": 16},
         optimizer={"learning_rate": 0.05, "momentum": 0.9, "milestones": (1,)},
         protocol={"name": "hardsync"},

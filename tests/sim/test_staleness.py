@@ -10,7 +10,7 @@ from clusters import SAMPLES, SIZE_BYTES, job, timing
 pytestmark = pytest.mark.slow
 
 LEARNERS = 30
-GRADIENTS, FEW = 20_010, 3_000
+GRADIENTS, FEW = 10_020, 3_000
 EPOCHS = 3
 
 
@@ -23,7 +23,7 @@ def staleness(protocol: str, n: int | None = None, gradients: int = FEW, **simul
 @pytest.mark.parametrize("n", [1, 2, 30])
 def test_mean_staleness_is_n_and_hardly_any_exceeds_2n(n: int) -> None:
     sigma = staleness("softsync", n, GRADIENTS)
-    assert len(sigma) >= 20_000
+    assert len(sigma) >= 10_000
     assert sigma.mean() == pytest.approx(n, rel=0.1)
     assert (sigma > 2 * n).mean() < 1e-4
 
@@ -47,11 +47,11 @@ def test_the_law_holds_for_learners_that_share_ranks(per_rank: int, n: int | Non
     costs = {"compute_s": 0.1, "jitter": 0.1, "bandwidth_bytes_per_s": 1e9}
     run = job(protocol, LEARNERS, n=n, epochs=1, simulation=costs).with_(cluster={"learners_per_rank": per_rank})
     expected = run.make_protocol().expected_staleness
-    rows = timing(run, 6_000 * SAMPLES)
+    rows = timing(run, 4_000 * SAMPLES)
     assert rows["gradients"]["staleness"].mean() == pytest.approx(expected, rel=0.02)
     assert expected == pytest.approx(n or LEARNERS, rel=0.05)
     assert rows["gradients"]["staleness"].max() <= 2 * (n or LEARNERS)
-    assert rows.time_s == pytest.approx(0.1 * 6_000 * per_rank / LEARNERS, rel=0.1)
+    assert rows.time_s == pytest.approx(0.1 * 4_000 * per_rank / LEARNERS, rel=0.1)
 
 
 @pytest.mark.parametrize(("protocol", "topology"), [("async", "base"), ("hardsync", "groups"), ("async", "adv*")])
@@ -81,11 +81,17 @@ def test_hardsync_with_a_slow_learner_is_never_stale() -> None:
     assert staleness("hardsync", slowdown={3: 2.0}).max() == 0
 
 
+KNOWN: dict[str, np.ndarray] = {}
+"""Gradients of a job that `on` has run: several tests compare other jobs with the same one."""
+
+
 def on(topology: str, protocol: str, n: int | None = None, learners: int = 12, **tables: Any) -> np.ndarray:
     costs = {"compute_s": 0.1, "jitter": 0.1, "bandwidth_bytes_per_s": 1e9, "nodes": 3, **tables}
     about = {"name": topology, "options": costs.pop("options", {})}
-    plain = job(protocol, learners, n=n, simulation=costs, topology=about).with_(cluster={"buckets": "off"})
-    return timing(plain, 1000 * SAMPLES)["gradients"]
+    plain = job(protocol, learners, n=n, epochs=2, simulation=costs, topology=about).with_(cluster={"buckets": "off"})
+    if (key := plain.to_json()) not in KNOWN:
+        KNOWN[key] = timing(plain, 1000 * SAMPLES)["gradients"]
+    return KNOWN[key]
 
 
 @pytest.mark.parametrize("simulation", [{}, {"jitter": 0.9}, {"bandwidth_bytes_per_s": 2e7, "slowdown": {3: 4.0}}])

@@ -66,6 +66,11 @@ def count_training(patch: pytest.MonkeyPatch) -> list[tuple[str, str, int]]:
     return trained
 
 
+def leave_figures_out(patch: pytest.MonkeyPatch) -> None:
+    """Pages have no figures, at which nobody looks."""
+    patch.setattr("rudra.report.page.inline", lambda figure, prefix, *, narrow: "")
+
+
 PRICES: dict[tuple[str, str], tuple[float, float, str] | str] = {}
 
 
@@ -182,7 +187,7 @@ def test_another_cluster_trains_only_what_depends_on_time(
     searched: Searched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store of another search changes nothing but the time."""
-    monkeypatch.setattr("rudra.report.page.inline", lambda figure, prefix, *, narrow: "")  # nobody looks at figures
+    leave_figures_out(monkeypatch)
     trained = count_training(monkeypatch)
     share_predictions(monkeypatch)
     even = JOB.with_(simulation={"slowdown": {}, "compute_s": 0.01})
@@ -290,6 +295,10 @@ def test_the_plan_of_a_search_trains_nothing(
                 "--plan",
                 "--space",
                 "training.minibatch_size=8",
+                "--space",
+                "protocol.name=hardsync,async,sma",
+                "--space",
+                "topology.name=base,groups,adv*,replicas",
                 *options,
             ]
         )
@@ -306,8 +315,11 @@ BANK_S = {1: 0.0100, 2: 0.0101, 4: 0.0160}
 """Images/s still rise up to four learners on a device. But each of them needs more samples."""
 
 
-def test_the_best_number_of_learners_on_a_device_is_not_the_fastest_one(tmp_path: Path) -> None:
+def test_the_best_number_of_learners_on_a_device_is_not_the_fastest_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On one learning rate, so that the search has only this choice."""
+    leave_figures_out(monkeypatch)
     job = Job(
         name="bank",
         model={"name": "mlp"},

@@ -51,7 +51,7 @@ RUNS = {
 def trained(name: str, seed: int) -> str:
     """Returns everything that a run gives, in one order of the device's work. -1: a CPU does it."""
     placing, tables = RUNS[name]
-    data = {"train_limit": 60, "test_limit": 30}
+    data = {"train_limit": 36, "test_limit": 30}
     run = job(
         learners=3, epochs=2, model={"name": network}, data=data, training={"evaluation_batch_size": 10}, **tables
     )

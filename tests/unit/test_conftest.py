@@ -53,9 +53,15 @@ from pathlib import Path
 import pytest
 @pytest.fixture(scope="module")
 def shared():
-    Path(os.environ["PYTEST_XDIST_WORKER"]).touch()
+    Path("shared-" + os.environ["PYTEST_XDIST_WORKER"]).touch()
+@pytest.fixture(scope="module")
+def other():
+    Path("other-" + os.environ["PYTEST_XDIST_WORKER"]).touch()
 @pytest.mark.parametrize("i", range(8))
 def test_shared(shared, i): pass
+@pytest.mark.parametrize("i", range(8))
+def test_other(other, i): pass
+def test_both(shared, other): pass
 """
 
 
@@ -83,4 +89,5 @@ def test_tests_that_share_what_their_module_sets_up_go_to_one_process(tmp_path: 
         check=False, env={**env, "PYTHONPATH": str(tmp_path / "stubs")},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
-    assert len(list(tmp_path.glob("gw*"))) == 1
+    for fixture in ("shared", "other"):
+        assert len(list(tmp_path.glob(f"{fixture}-gw*"))) == 1, "a test uses both"

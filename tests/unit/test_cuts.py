@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -30,6 +31,12 @@ def made(factory: Callable[..., nn.Module], *shape: int, **options: Any) -> nn.M
     return factory(shape, 20 if factory is networks.lstm else 10, **options)
 
 
+@cache
+def resnet50() -> nn.Module:
+    """Its initial weights take longer than all that a test does with it, so tests copy it."""
+    return made(networks.resnet50, 3, 32, 32)
+
+
 SHIPPED: dict[str, tuple[Callable[[], nn.Module], torch.Tensor, list[str]]] = {
     "mlp": (lambda: made(networks.mlp, 12, hidden=[9, 7]), pictures(12), ["2", "3", "4", "5"]),
     "lenet": (lambda: made(networks.lenet, 1, 28, 28), pictures(1, 28, 28), ["1", "2", "4", "5", "6", "7"]),
@@ -42,7 +49,7 @@ SHIPPED: dict[str, tuple[Callable[[], nn.Module], torch.Tensor, list[str]]] = {
         pictures(3, 32, 32),
         ["bn1", "relu", "layer1", "layer1.1", "layer2", "layer3.4", "avgpool", "fc"],
     ),
-    "resnet50": (lambda: made(networks.resnet50, 3, 32, 32), pictures(3, 32, 32), ["maxpool", "layer2.1", "fc"]),
+    "resnet50": (lambda: copy.deepcopy(resnet50()), pictures(3, 32, 32), ["maxpool", "layer2.1", "fc"]),
     "lstm": (lambda: made(networks.lstm, 7, hidden=11), characters(7), ["lstm", "fc"]),
 }
 
