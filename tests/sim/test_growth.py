@@ -37,10 +37,11 @@ def make_job(name: str = "sma", bank_s: Mapping[int, float] = SATURATING, **tabl
     return rudra.Job(**about | tables, cluster=cluster)
 
 
-def timed(job: rudra.Job, path: Path, epochs: int = 25) -> rudra.Results:
+def timed(job: rudra.Job, path: Path) -> rudra.Results:
     """Simulates times only, for many epochs."""
-    about = {"simulation": {"tensors": False}, "training": {"epochs": epochs}}
-    return rudra.simulate(job.with_(**about), output=path, progress="quiet")
+    return rudra.simulate(
+        job.with_(simulation={"tensors": False}, training={"epochs": 50}), output=path, progress="quiet"
+    )
 
 
 def told(results: rudra.Results, kind: bytes) -> list[dict[str, Any]]:
@@ -139,7 +140,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 def test_banks_of_any_averages_grow(shape: str, tmp_path: Path) -> None:
     job, path = make_job(**SHAPES[shape]), tmp_path / "run.h5"
     devices = 16 // job.cluster.per_rank
-    with timed(job, tmp_path / "timed.h5", 50) as results:
+    with timed(job, tmp_path / "timed.h5") as results:
         assert sizes(results) == [1, 2, 4, 8, 6, 3]
         assert active(results) == [m * devices for m in (1, 2, 4, 8, 6, 3, 4)]
     with rudra.simulate(job.with_(training={"epochs": 4}), output=path, progress="quiet") as results:
