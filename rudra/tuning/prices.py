@@ -18,6 +18,9 @@ from rudra.tuning.space import Candidate, Refused, trajectory
 SEVERAL = 64
 """Least number of points that are worth more processes."""
 
+AT_ONCE = 8
+"""Number of points that a process predicts before it returns them."""
+
 
 class Price(NamedTuple):
     """Price of a point.
@@ -64,13 +67,22 @@ def _predicted(points: Sequence[Candidate], cores: int) -> Iterator[tuple[float,
     if cores == 1 or len(points) < SEVERAL:
         yield from map(_price, arguments)
         return
+    pool = ProcessPoolExecutor(cores, get_context("spawn"))
     try:
-        with ProcessPoolExecutor(cores, get_context("spawn")) as pool:
-            yield from pool.map(_price, arguments, chunksize=8)
+        starts = range(0, len(arguments), AT_ONCE)
+        parts = [pool.submit(_prices, arguments[start : start + AT_ONCE]) for start in starts]
+        for part in parts:
+            yield from part.result()
     except BrokenProcessPool:
         raise ConfigError(
             "predictions start processes, which import your script; put its calls under if __name__ == '__main__'"
         ) from None
+    finally:  # only the pool may cancel: a signal may have ended its processes, and then it sets exceptions
+        pool.shutdown(cancel_futures=True)
+
+
+def _prices(arguments: Sequence[tuple[Job, Outline]]) -> list[tuple[float, float, str] | str]:
+    return [_price(each) for each in arguments]
 
 
 def _price(about: tuple[Job, Outline]) -> tuple[float, float, str] | str:

@@ -51,7 +51,7 @@ def limited(cluster: Cluster, openmpi: Path, tmp_path_factory: pytest.TempPathFa
 
     SLURM may tell of the end a minute too early: of one minute nothing might be left.
     """
-    options = ["--time", "2", "--warning", "8", *NO_SERVER, *lasts(LIMITED)]
+    options = ["--time", "2", "--warning", "20", *NO_SERVER, *lasts(LIMITED)]
     batches = {
         launcher: cluster.submit(
             tmp_path_factory.mktemp(launcher),
